@@ -1,0 +1,64 @@
+"""Makes unseen blocks reusable: decides which homes to prefill first and who waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .match import Namespace, Tree
+from .split import Home
+
+HOME_ID_PREFIX = "blockreuse-home-"
+
+
+@dataclass(frozen=True, slots=True)
+class HomeJob:
+    """One home to be prefilled as an ordinary request."""
+
+    request_id: str
+    home: Home
+    waits_for: frozenset[str]  # ids of jobs that publish the shared compile prefix first
+
+
+class Compiler:
+    """Homes in flight. Every unseen block is prefilled once, however many requests wait for it."""
+
+    def __init__(self) -> None:
+        self._in_flight: dict[tuple[Namespace, bytes], str] = {}  # home -> request id
+        self._homes: dict[str, tuple[Namespace, bytes]] = {}  # the inverse
+        self._num_jobs = 0
+
+    def jobs_for(self, tree: Tree, homes: Sequence[Home], namespace: Namespace) -> tuple[list[HomeJob], set[str]]:
+        """Jobs that `homes` still need, and the ids of all jobs, new or running, to wait for."""
+        jobs: list[HomeJob] = []
+        waits_for: set[str] = set()
+        leader: str | None = None
+        for home in homes:
+            key = (namespace, home.tokens.tobytes())
+            if key in self._in_flight:
+                waits_for.add(self._in_flight[key])
+                continue
+            length, _ = tree.lookup(home.tokens, namespace)
+            if length >= len(home.tokens):
+                continue
+            request_id = f"{HOME_ID_PREFIX}{self._num_jobs}"
+            self._num_jobs += 1
+            # the first home computes the compile prefix, the others then hit it instead of repeating it
+            behind = frozenset((leader,)) if leader and length < home.prefix_len else frozenset()
+            if length < home.prefix_len and leader is None:
+                leader = request_id
+            jobs.append(HomeJob(request_id, home, behind))
+            waits_for.add(request_id)
+            self._in_flight[key] = request_id
+            self._homes[request_id] = key
+        return jobs, waits_for
+
+    def in_flight(self, request_ids: set[str]) -> set[str]:
+        """Those of `request_ids` that have not ended yet."""
+        return request_ids & self._homes.keys()
+
+    def ended(self, request_id: str) -> None:
+        """A home's request finished or was aborted: nobody waits for it any longer."""
+        key = self._homes.pop(request_id, None)
+        if key is not None:
+            del self._in_flight[key]

@@ -1,0 +1,66 @@
+"""Finds blocks in the tree: the radix path  compile prefix -> block  of each home, locked."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from ..types import Interval, LocalSegment
+from .split import Home
+
+
+class Namespace(NamedTuple):
+    """Part of every tree key: requests of different namespaces never see each other's KV."""
+
+    extra_key: str | None
+    cache_salt: str | None
+
+
+class Tree(Protocol):
+    """What is asked of the host's tree cache."""
+
+    def lookup(self, tokens: array[int], namespace: Namespace) -> tuple[int, Any]:
+        """Length of the cached prefix of `tokens` on the device and the node where it ends."""
+
+    def path_device_indices(self, node: Any) -> Tensor:
+        """Slots from the root to `node`, int64."""
+
+    def lock(self, node: Any) -> Any:
+        """Keep the path to `node` from eviction."""
+
+    def unlock(self, lock: Any) -> None:
+        """Give a lock back, once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A home that the tree holds, locked by whoever asked."""
+
+    segment: LocalSegment
+    slots: Tensor  # int64 [len(segment)], home slots of the segment's positions
+    lock: Any
+
+
+def find(tree: Tree, homes: Sequence[Home], *, start: int, end: int, namespace: Namespace) -> list[Hit]:
+    """Match and lock the homes of the blocks that reach into [start, end).
+
+    A block that the tree holds in part is reused in part. The tree compares the token
+    ids themselves, and the namespace is part of its key.
+    """
+    hits = []
+    for home in homes:
+        if home.span.end <= start:
+            continue
+        length, node = tree.lookup(home.tokens, namespace)
+        held = Interval(home.span.start, home.span.start + length - home.prefix_len).clip(start, end)
+        if not len(held):
+            continue
+        lock = tree.lock(node)
+        first = held.start - home.delta
+        slots = tree.path_device_indices(node)[first : first + len(held)]
+        hits.append(Hit(LocalSegment(held, home.delta, home.block), slots, lock))
+    return hits

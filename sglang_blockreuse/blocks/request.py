@@ -1,0 +1,91 @@
+"""Reads a request's `custom_params`: which blocks it marks and how they may be reused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..config import POLICIES, BlocksConfig
+from ..types import MODES, BlockOptions, Interval
+
+PREFIX = "blockreuse_"
+KEYS = ("blockreuse_mode", "blockreuse_spans", "blockreuse_policy", "blockreuse_tau", "blockreuse_budget")
+
+
+class RequestError(ValueError):
+    """A request's marks are malformed; the client gets the message with HTTP 400."""
+
+
+def parse_options(params: Mapping[str, Any] | None, *, prompt_len: int, config: BlocksConfig) -> BlockOptions:
+    """Validate the `blockreuse_*` entries of `custom_params`.
+
+    Entries of others are left alone. Without a mode, a request is in mode `reuse`,
+    which changes nothing where no span is given. Raises RequestError.
+    """
+    given = {k: v for k, v in (params or {}).items() if isinstance(k, str) and k.startswith(PREFIX)}
+    unknown = sorted(given.keys() - set(KEYS))
+    if unknown:
+        raise RequestError(f"custom_params.{unknown[0]} is unknown. Allowed: {', '.join(KEYS)}.")
+
+    mode = given.get("blockreuse_mode", "reuse")
+    if mode not in MODES:
+        raise RequestError(f"blockreuse_mode is {mode!r}, but it must be one of {', '.join(MODES)}.")
+    policy = given.get("blockreuse_policy", config.policy)
+    if policy not in POLICIES:
+        raise RequestError(f"blockreuse_policy is {policy!r}, but it must be one of {', '.join(POLICIES)}.")
+    tau = given.get("blockreuse_tau")
+    if tau is not None and (not _is_int(tau) or tau < 0):
+        raise RequestError(f"blockreuse_tau is {tau!r}, but it must be a number of tokens, 0 or more.")
+    budget = given.get("blockreuse_budget")
+    if budget is not None and not (_is_number(budget) and 0.0 <= budget <= 1.0):
+        raise RequestError(f"blockreuse_budget is {budget!r}, but it must be a share from 0 to 1.")
+    if tau is None and budget is None:
+        tau = config.tau
+    return BlockOptions(
+        mode=mode,
+        spans=parse_spans(given.get("blockreuse_spans"), prompt_len),
+        policy=policy,
+        tau=tau,
+        budget=config.budget if budget is None else float(budget),
+    )
+
+
+def parse_spans(flat: Any, prompt_len: int) -> tuple[Interval, ...]:
+    """`[s1, e1, s2, e2, ...]` -> intervals; ascending, disjoint, inside [0, prompt_len)."""
+    if flat is None:
+        return ()
+    if not isinstance(flat, list | tuple) or not all(_is_int(x) for x in flat):
+        raise RequestError(
+            f"blockreuse_spans is {_short(flat)}, but it must be a flat list of integers "
+            "[start1, end1, start2, end2, ...], half-open token positions."
+        )
+    if len(flat) % 2:
+        raise RequestError(f"blockreuse_spans has {len(flat)} numbers, but starts and ends come in pairs.")
+    spans = tuple(Interval(s, e) for s, e in zip(flat[::2], flat[1::2], strict=True))
+    previous_end = 0
+    for i, span in enumerate(spans):
+        where = f"blockreuse_spans[{2 * i}:{2 * i + 2}] = [{span.start}, {span.end}]"
+        if span.start >= span.end:
+            raise RequestError(f"{where} is empty or reversed. A span is [start, end) with start < end.")
+        if span.start < 0 or span.end > prompt_len:
+            raise RequestError(f"{where} reaches outside the prompt of {prompt_len} tokens (0..{prompt_len}).")
+        if span.start < previous_end:
+            raise RequestError(
+                f"{where} begins before position {previous_end}, where the span before it ends. "
+                "Give spans in ascending order without overlap."
+            )
+        previous_end = span.end
+    return spans
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,97 @@
+"""Folds a prefill batch into virtual rows: one row per run, several rows per request.
+
+A run [a, b) becomes a row with queries a..b-1 and keys 0..b-1, which the host treats like
+any other extend row: prefix a, extend b - a. Each layer writes the K/V of all rows before
+it attends, so the rows of one request see each other's repaired tokens.
+
+    request   |<- prefix ->|== run 0 ==|.. copy ..|= run 1 =|.. copy ..|== run 2 ==|
+    rows      (prefix, run 0), (prefix .. run 1), (prefix .. run 2)
+    tokens    run 0 | run 1 | run 2                   flattened, positions kept
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..types import Fold, Interval
+
+FOLD_KEY = "blockreuse_fold"
+
+
+def fold_batch(batch: Any, runs_per_request: Sequence[Sequence[Interval]]) -> tuple[Any, Fold]:
+    """A shallow copy of the host's ScheduleBatch with one row per run, and how to undo it.
+
+    runs_per_request: for each request, the runs that tile what it computes of its chunk.
+    The given batch is not modified.
+    """
+    rows = [(i, run) for i, runs in enumerate(runs_per_request) for run in runs]
+    keep_parts, offset = [], 0
+    for prefix, extend, runs in zip(batch.prefix_lens, batch.extend_lens, runs_per_request, strict=True):
+        keep_parts += [torch.arange(offset + r.start - prefix, offset + r.end - prefix) for r in runs]
+        offset += extend
+    keep = torch.cat(keep_parts)
+    device = batch.seq_lens.device
+    row_request_cpu = torch.tensor([i for i, _ in rows])
+    row_request = row_request_cpu.to(device)
+    keep_device = keep.to(device)
+    ends = torch.tensor([run.end for _, run in rows], dtype=torch.int64)
+    tokens = tuple(sum(len(r) for r in runs) for runs in runs_per_request)
+
+    folded = copy.copy(batch)
+    folded.reqs = [batch.reqs[i] for i, _ in rows]
+    folded.input_ids = batch.input_ids[keep.to(batch.input_ids.device)]
+    folded.out_cache_loc = batch.out_cache_loc[keep_device]
+    folded.req_pool_indices = batch.req_pool_indices[row_request]
+    folded.req_pool_indices_cpu = batch.req_pool_indices_cpu[row_request_cpu]
+    folded.prefix_lens = [run.start for _, run in rows]
+    folded.extend_lens = [len(run) for _, run in rows]
+    folded.extend_num_tokens = int(keep.numel())
+    folded.seq_lens = ends.to(device=device, dtype=batch.seq_lens.dtype)
+    folded.seq_lens_cpu = ends
+    folded.seq_lens_sum = int(ends.sum())
+    folded.orig_seq_lens = batch.orig_seq_lens[row_request]
+    if batch.multimodal_inputs is not None:
+        folded.multimodal_inputs = [batch.multimodal_inputs[i] for i, _ in rows]
+    # consulted per request when the host gathers grammars and log-probabilities
+    folded.has_grammar = False
+    folded.extend_logprob_start_lens = [0] * len(rows)
+    return folded, Fold(
+        num_rows=len(rows),
+        tokens=tokens,
+        logprob_starts=tuple(
+            # everything from the first wanted log-probability on is computed, so it counts from the end
+            max(0, computed - (extend - start))
+            for computed, extend, start in zip(tokens, batch.extend_lens, batch.extend_logprob_start_lens, strict=True)
+        ),
+        batch_size=len(batch.reqs),
+        seq_lens=batch.seq_lens,
+        seq_lens_cpu=batch.seq_lens_cpu,
+        req_pool_indices=batch.req_pool_indices,
+        req_pool_indices_cpu=batch.req_pool_indices_cpu,
+        rids=tuple(r.rid for r in batch.reqs),
+    )
+
+
+def attach(forward_batch: Any, fold: Fold) -> None:
+    """Let the fold ride on the host's ForwardBatch; ad-hoc attributes would be lost when it is copied."""
+    forward_batch.model_specific_states = {**(forward_batch.model_specific_states or {}), FOLD_KEY: fold}
+
+
+def fold_of(forward_batch: Any) -> Fold | None:
+    states = getattr(forward_batch, "model_specific_states", None)
+    return states.get(FOLD_KEY) if states else None
+
+
+def unfold(forward_batch: Any, fold: Fold) -> None:
+    """Give the host one row per request again, for sampling."""
+    forward_batch.batch_size = fold.batch_size
+    forward_batch.seq_lens = fold.seq_lens
+    forward_batch.seq_lens_cpu = fold.seq_lens_cpu
+    forward_batch.req_pool_indices = fold.req_pool_indices
+    forward_batch.req_pool_indices_cpu = fold.req_pool_indices_cpu
+    forward_batch.rids = list(fold.rids)
+    forward_batch.model_specific_states.pop(FOLD_KEY)

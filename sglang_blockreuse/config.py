@@ -1,0 +1,121 @@
+"""The one configuration file: strict YAML or JSON, read at start-up, logged once resolved."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+CONFIG_ENV = "SGLANG_BLOCKREUSE_CONFIG"
+
+POLICIES = ("seam",)
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the message names file, key, value, rule and fix."""
+
+
+class BlocksConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """Document blocks."""
+
+    policy: str = "seam"  # which positions of a reused block are recomputed
+    tau: int | None = None  # tokens repaired on each side of a seam; null: spend `budget` evenly
+    budget: float = 0.05  # repaired share of the block tokens, used when tau is null
+    compile: Literal["before", "off"] = "before"  # prefill unseen blocks before the request, or never
+    # auto: the text before the first block, or the model's BOS where a block stands at position 0
+    compile_prefix: Literal["auto", "leading", "bos", "none"] = "auto"
+    separator: str | None = None  # reserved
+    auto: bool = False  # reserved
+    alpha: float = 0.0  # logit term on local keys
+    beta: float = 0.0  # logit term on false sinks
+    num_true_sinks: int = 4  # leading tokens of a block that count as sinks
+    guard: float | None = None  # reserved
+    min_block_tokens: int = 32  # shorter blocks are computed, which costs less than looking them up
+
+
+class LayersConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """Layer plans."""
+
+    plan: str | None = None  # name of a shipped plan or path of a plan file
+
+
+class Config(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """Root of the file; every key has a default, so an empty file is valid."""
+
+    blocks: BlocksConfig = msgspec.field(default_factory=BlocksConfig)
+    layers: LayersConfig = msgspec.field(default_factory=LayersConfig)
+    kernels: Literal["auto", "reference", "triton", "flashinfer"] = "auto"
+    strict: bool = True  # stop at start-up where block reuse cannot work; false: serve without it
+
+    def describe(self) -> str:
+        """One line of JSON, for the log."""
+        return msgspec.json.encode(self).decode()
+
+
+def load_config(path: str | os.PathLike[str] | None, *, layer_plan: str | None = None) -> Config:
+    """Read `path`, else the file named by SGLANG_BLOCKREUSE_CONFIG, else the defaults.
+
+    `layer_plan` (the command line) wins over the file's `layers.plan`.
+    Raises ConfigError.
+    """
+    source = str(path) if path else os.environ.get(CONFIG_ENV)
+    config = _read(Path(source)) if source else Config()
+    if layer_plan is not None:
+        config = msgspec.structs.replace(config, layers=LayersConfig(plan=layer_plan))
+    _check(config, source or "defaults")
+    return config
+
+
+def _read(path: Path) -> Config:
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: the blockreuse configuration cannot be read ({error.strerror}). "
+            f"Give --blockreuse-config or {CONFIG_ENV} the path of a YAML or JSON file."
+        ) from None
+    if not raw.strip():
+        return Config()
+    try:
+        # JSON is a subset of YAML, so one decoder reads both
+        return msgspec.yaml.decode(raw, type=Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"{path}: {error}. Allowed keys: blocks {{{', '.join(BlocksConfig.__struct_fields__)}}}, "
+            "layers {plan}, kernels, strict."
+        ) from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: neither YAML nor JSON: {error}") from None
+
+
+def _check(config: Config, source: str) -> None:
+    blocks = config.blocks
+
+    def fail(key: str, value: object, rule: str, fix: str) -> None:
+        raise ConfigError(f"{source}: blocks.{key} is {value!r}, but {rule}. {fix}")
+
+    if blocks.policy not in POLICIES:
+        fail("policy", blocks.policy, f"it must be one of {', '.join(POLICIES)}", "Use seam.")
+    if blocks.tau is not None and blocks.tau < 0:
+        fail("tau", blocks.tau, "it counts tokens and cannot be negative", "Use 0 or more, or null.")
+    if not 0.0 <= blocks.budget <= 1.0:
+        fail("budget", blocks.budget, "it is a share from 0 to 1", "Use 0.05 for five percent.")
+    if blocks.min_block_tokens < 1:
+        fail("min_block_tokens", blocks.min_block_tokens, "a block has at least one token", "Use 1 or more.")
+    if blocks.num_true_sinks < 0:
+        fail("num_true_sinks", blocks.num_true_sinks, "it counts tokens", "Use 0 or more.")
+    for key in ("alpha", "beta"):
+        value = getattr(blocks, key)
+        if not math.isfinite(value) or value > 0:
+            fail(key, value, "it takes weight away from unrepaired keys: finite and not above 0", "Use 0 for off.")
+    for key in ("separator", "auto", "guard"):
+        if getattr(blocks, key):
+            fail(
+                key,
+                getattr(blocks, key),
+                "this version finds blocks by blockreuse_spans only and has no guard",
+                "Leave the key out.",
+            )

@@ -1,0 +1,156 @@
+"""Builds the radix cache `blockreuse` in the scheduler process, or says why it cannot work."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from .blocks.load import KvLoader
+from .blocks.manager import BlockManager
+from .blocks.rope import UnsupportedRope, find_ropes
+from .config import Config
+from .host import install_hooks, require_contract
+from .metrics import Metrics
+from .settings import config_of
+
+logger = logging.getLogger(__name__)
+
+
+class UnsupportedServer(ValueError):
+    """A server setting that block reuse does not work with; what, why and what to do."""
+
+
+def create_radix_cache(ctx: Any) -> Any:
+    """The factory behind `--radix-cache-backend blockreuse`; ctx: the host's TreeCacheBuildContext."""
+    from sglang.srt.mem_cache.registry import create_unified_radix_cache
+
+    from .radix_cache import BlockReuseCache
+
+    config = config_of(ctx.server_args)
+    require_contract()
+    check_server(ctx)
+    loader, off_reason = _loader(ctx, config)
+    cache = create_unified_radix_cache(ctx, cache_class=BlockReuseCache)
+    cache.blocks = BlockManager(
+        config=config,
+        tree=cache,
+        loader=loader,
+        bos=_bos(ctx.model_config),
+        pool_size=int(ctx.params.token_to_kv_pool_allocator.size),
+        metrics=Metrics(_metric_labels(ctx)),
+        off_reason=off_reason,
+    )
+    install_hooks()
+    logger.info("blockreuse: block reuse is %s, configuration %s", off_reason or "on", config.describe())
+    return cache
+
+
+def check_server(ctx: Any) -> None:
+    """Refuse what is not supported. Raises UnsupportedServer."""
+    from sglang.srt.runtime_context import get_disagg, get_exec, get_memory, get_parallel, get_spec
+
+    memory, parallel = get_memory(), get_parallel()
+    attention = get_exec().kernel.attention_backend
+    prefill = get_exec().kernel.prefill_attention_backend
+    decode = get_exec().kernel.decode_attention_backend
+    rules: list[tuple[bool, str, str]] = [
+        (
+            {attention, prefill, decode} - {None} != {"blockreuse"},
+            f"attention backends are {attention}, prefill {prefill}, decode {decode}; "
+            "virtual rows need --attention-backend blockreuse for all of them",
+            "Add --attention-backend blockreuse and drop the other two flags.",
+        ),
+        (
+            ctx.disable_radix_cache,
+            "--disable-radix-cache takes away the tree that holds the blocks",
+            "Drop one of the two flags.",
+        ),
+        (
+            ctx.params.page_size != 1,
+            f"--page-size is {ctx.params.page_size}, but blocks are cut at single tokens",
+            "Use --page-size 1.",
+        ),
+        (
+            get_spec().speculative_algorithm is not None,
+            f"speculative decoding ({get_spec().speculative_algorithm}) needs hidden states of every prompt "
+            "token, which a copied token does not have",
+            "Drop --speculative-algorithm.",
+        ),
+        (parallel.pp_size > 1, f"--pp-size is {parallel.pp_size}, but pipelines are not supported", "Use --pp-size 1."),
+        (
+            getattr(parallel, "attn_dp_size", 1) > 1,
+            "DP attention counts tokens per rank before rows are folded",
+            "Drop --enable-dp-attention.",
+        ),
+        (
+            getattr(parallel, "attn_cp_size", 1) > 1,
+            "context parallelism splits rows in its own way",
+            "Use a context-parallel size of 1.",
+        ),
+        (
+            get_disagg().disaggregation_mode not in (None, "null"),
+            f"--disaggregation-mode is {get_disagg().disaggregation_mode}; KV that is local must not leave the server",
+            "Serve prefill and decode in one server.",
+        ),
+        (
+            ctx.enable_hierarchical_cache,
+            "--enable-hierarchical-cache: homes in host memory cannot be read yet",
+            "Drop the flag.",
+        ),
+        (
+            ctx.is_hybrid_swa or ctx.is_hybrid_ssm,
+            "the model mixes attention with sliding windows or state layers, whose state is not per token",
+            "Serve it without block reuse.",
+        ),
+        (
+            bool(getattr(memory, "enable_session_radix_cache", False)),
+            "--enable-session-radix-cache keeps rows across requests",
+            "Drop the flag.",
+        ),
+    ]
+    for broken, problem, fix in rules:
+        if broken:
+            raise UnsupportedServer(f"--radix-cache-backend blockreuse cannot work here: {problem}. {fix}")
+
+
+def _loader(ctx: Any, config: Config) -> tuple[KvLoader | None, str | None]:
+    """How KV is moved for this model, or None and the reason why blocks are not reused."""
+    runner = ctx.tp_worker.model_runner
+    pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    try:
+        _check_pool(pool)
+        num_layers = len(pool.k_buffer)
+        groups = find_ropes(runner.model, num_layers)
+    except UnsupportedRope as error:
+        if config.strict:
+            raise
+        logger.warning("blockreuse: serving without block reuse: %s", error)
+        return None, "unsupported_model"
+    return KvLoader(pool.k_buffer, pool.v_buffer, groups), None
+
+
+def _check_pool(pool: Any) -> None:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    if type(pool) is not MHATokenToKVPool or getattr(pool, "use_hnd", False):
+        raise UnsupportedRope(
+            f"KV pool {type(pool).__name__} is not supported; blocks are moved in token-major pools of plain "
+            "multi-head or grouped-query attention (MHATokenToKVPool, layout NHD)"
+        )
+    if pool.store_dtype != pool.dtype:
+        raise UnsupportedRope(
+            f"KV stored as {pool.store_dtype} for {pool.dtype} is not supported; use --kv-cache-dtype auto"
+        )
+
+
+def _bos(model_config: Any) -> int | None:
+    bos = getattr(model_config.hf_config, "bos_token_id", None)
+    return bos if isinstance(bos, int) else None
+
+
+def _metric_labels(ctx: Any) -> dict[str, Any] | None:
+    from sglang.srt.runtime_context import get_serving
+
+    if ctx.tp_rank != 0 or not ctx.server_args.enable_metrics:
+        return None  # every rank does the same, one counts
+    return {"model_name": get_serving().served_model_name}

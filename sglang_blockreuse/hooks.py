@@ -1,0 +1,75 @@
+"""The hooks: each one a few lines that hand over to the extension or pass through.
+
+None of them may raise for a reason of ours: an exception in a scheduler-side hook ends the server.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .blocks.manager import attach_fold
+from .blocks.rows import fold_of, unfold
+from .radix_cache import BlockReuseCache
+from .scheduler import accept_request, adder_class, streamer_class
+
+
+def prefill_adder_class(result: Any, scheduler: Any) -> Any:
+    return adder_class(result)
+
+
+def output_streamer_class(result: Any, scheduler: Any) -> Any:
+    return streamer_class(result)
+
+
+def add_request_to_queue(original: Callable[..., None], scheduler: Any, req: Any, is_retracted: bool = False) -> None:
+    # a retracted request keeps its marks; a request that already failed has none worth reading
+    if not is_retracted and getattr(req, "blockreuse", None) is None and req.to_finish is None:
+        for home in accept_request(scheduler, req):
+            original(scheduler, home)
+    original(scheduler, req, is_retracted)
+
+
+def internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
+    cache: BlockReuseCache = scheduler.tree_cache
+    result.internal_state["blockreuse"] = {
+        "pool": cache.accounting(),
+        "counts": dict(cache.blocks.metrics.counts),
+    }
+    return result
+
+
+def init_forward_batch(original: Callable[..., Any], cls: type, batch: Any, model_runner: Any, **kwargs: Any) -> Any:
+    if not batch.forward_mode.is_extend_without_speculative():
+        return original(cls, batch, model_runner, **kwargs)
+    manager = batch.tree_cache.blocks
+    to_run, fold = manager.prepare_forward(batch, model_runner.req_to_token_pool.req_to_token)
+    forward_batch = original(cls, to_run, model_runner, **kwargs)
+    attach_fold(forward_batch, fold)
+    if fold is not None and batch.sampling_info is not None:
+        # the folded batch carried no grammars, because it has several rows per request
+        batch.sampling_info.grammars = [r.grammar for r in batch.reqs] if batch.has_grammar else None
+    return forward_batch
+
+
+def logits_metadata(original: Callable[..., Any], cls: type, forward_batch: Any) -> Any:
+    fold = fold_of(forward_batch)
+    if fold is None:
+        return original(cls, forward_batch)
+    lens = forward_batch.extend_seq_lens
+    per_request = dataclasses.replace(
+        forward_batch,
+        extend_seq_lens=torch.tensor(fold.tokens, dtype=lens.dtype, device=lens.device),
+        extend_seq_lens_cpu=list(fold.tokens),
+        extend_logprob_start_lens_cpu=list(fold.logprob_starts),
+    )
+    return original(cls, per_request)
+
+
+def after_model_forward(result: Any, model_runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
+    fold = fold_of(forward_batch)
+    if fold is not None:
+        unfold(forward_batch, fold)

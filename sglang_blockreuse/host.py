@@ -1,0 +1,231 @@
+"""Where SGLang is met: every name of the host in use, why, and the hooks that need no subclass.
+
+Doors in order of preference: registry, subclass, hook. Hooks are installed by the radix-cache
+factory, in the scheduler process and only when `--radix-cache-backend blockreuse` was chosen,
+so an installed but unchosen package changes nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+SUPPORTED_SGLANG = (">=0.5.23", "<0.6")
+
+Kind = Literal["registry", "subclass", "hook", "call"]
+
+
+@dataclass(frozen=True, slots=True)
+class HostName:
+    """One name of the host and what we rely on."""
+
+    target: str  # dotted path
+    kind: Kind
+    reason: str
+    parameters: tuple[str, ...] = ()  # parameters that must exist, in this order
+
+
+_SRT = "sglang.srt."
+CONTRACT: tuple[HostName, ...] = (
+    HostName(_SRT + "arg_groups.choices.add_attention_backend_choices", "registry", "name on the command line"),
+    HostName(
+        _SRT + "layers.attention.attention_registry.register_attention_backend",
+        "registry",
+        "attention backend",
+        ("name",),
+    ),
+    HostName(_SRT + "mem_cache.registry.register_radix_cache_backend", "registry", "radix cache", ("name", "factory")),
+    HostName(
+        _SRT + "mem_cache.registry.create_unified_radix_cache",
+        "call",
+        "builds our subclass with the host's components",
+        ("ctx", "cache_class"),
+    ),
+    HostName(_SRT + "server_args.ServerArgs.add_cli_args", "hook", "our two flags", ("parser",)),
+    HostName(_SRT + "server_args.ServerArgs.from_cli_args", "hook", "their values reach every process", ("args",)),
+    HostName(
+        _SRT + "mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint",
+        "subclass",
+        "publish exact KV only",
+        ("self", "req", "up_to"),
+    ),
+    HostName(
+        _SRT + "mem_cache.unified_radix_cache.UnifiedRadixCache.on_release",
+        "subclass",
+        "let homes go",
+        ("self", "req", "checkpointed"),
+    ),
+    HostName(
+        _SRT + "mem_cache.base_prefix_cache.BasePrefixCache.finish",
+        "subclass",
+        "a queued home was aborted",
+        ("self", "handle", "outcome"),
+    ),
+    HostName(
+        _SRT + "mem_cache.unified_radix_cache.UnifiedRadixCache.match_prefix",
+        "call",
+        "block lookup",
+        ("self", "params"),
+    ),
+    HostName(
+        _SRT + "mem_cache.unified_radix_cache.UnifiedRadixCache.path_device_indices",
+        "call",
+        "slots of a home",
+        ("self",),
+    ),
+    HostName(_SRT + "mem_cache.unified_radix_cache.UnifiedRadixCache.lock", "call", "homes stay", ("self", "node_id")),
+    HostName(_SRT + "mem_cache.unified_radix_cache.UnifiedRadixCache.unlock", "call", "homes go", ("self", "lock")),
+    HostName(
+        _SRT + "mem_cache.radix_cache.RadixKey.__init__",
+        "call",
+        "tree key",
+        ("self", "token_ids", "extra_key", "cache_salt"),
+    ),
+    HostName(
+        _SRT + "managers.schedule_policy.PrefillAdder.add_one_req", "subclass", "hold, plan, admit", ("self", "req")
+    ),
+    HostName(
+        _SRT + "managers.schedule_policy.PrefillAdder._select_prefill_admission",
+        "subclass",
+        "charge computed tokens",
+        ("self", "req"),
+    ),
+    HostName(
+        _SRT + "managers.schedule_policy.PrefillAdder.add_chunked_req",
+        "subclass",
+        "the same for chunks",
+        ("self", "req"),
+    ),
+    HostName(
+        _SRT + "managers.scheduler_components.output_streamer.SchedulerOutputStreamer.build_additional_customized_info",
+        "subclass",
+        "usage in meta_info",
+        ("self", "reqs"),
+    ),
+    HostName(
+        _SRT + "managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output",
+        "subclass",
+        "homes answer nobody",
+        ("self", "reqs", "return_logprob", "skip_req"),
+    ),
+    HostName(_SRT + "managers.scheduler.Scheduler.get_prefill_adder_class", "hook", "our admission", ("self",)),
+    HostName(_SRT + "managers.scheduler.Scheduler.get_output_streamer_class", "hook", "our streamer", ("self",)),
+    HostName(
+        _SRT + "managers.scheduler.Scheduler._add_request_to_queue",
+        "hook",
+        "read marks, queue homes first",
+        ("self", "req", "is_retracted"),
+    ),
+    HostName(
+        _SRT + "managers.scheduler.Scheduler.get_internal_state", "hook", "state in /server_info", ("self", "recv_req")
+    ),
+    HostName(
+        _SRT + "model_executor.forward_batch_info.ForwardBatch.init_new",
+        "hook",
+        "load reused KV, fold into rows",
+        ("batch", "model_runner"),
+    ),
+    HostName(
+        _SRT + "layers.logits_processor.LogitsMetadata.from_forward_batch",
+        "hook",
+        "one logit per request",
+        ("forward_batch",),
+    ),
+    HostName(
+        _SRT + "model_executor.model_runner.ModelRunner.forward",
+        "hook",
+        "unfold for sampling",
+        ("self", "forward_batch"),
+    ),
+    HostName(_SRT + "environ.envs", "call", "eager input buffers hold one row per request; folded batches have more"),
+    HostName(
+        _SRT + "layers.rotary_embedding.base.RotaryEmbedding.forward_native",
+        "call",
+        "rotary self-test",
+        ("self", "positions", "query", "key"),
+    ),
+    HostName(
+        _SRT + "layers.rotary_embedding.base.RotaryEmbedding._compute_cos_sin_cache",
+        "call",
+        "the table in float32, whatever the module cast it to",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ContractResult:
+    name: str
+    kind: Kind
+    reason: str
+    ok: bool
+    detail: str
+
+
+class HostContractError(RuntimeError):
+    """The installed SGLang lacks something we rely on, or did not apply a hook."""
+
+
+def check_contract() -> list[ContractResult]:
+    """Resolve every name of CONTRACT against the installed SGLang and compare parameters."""
+    return [_check(entry) for entry in CONTRACT]
+
+
+def _check(entry: HostName) -> ContractResult:
+    try:
+        found = pkgutil.resolve_name(entry.target)
+    except (ImportError, AttributeError) as error:
+        return ContractResult(entry.target, entry.kind, entry.reason, False, f"not found: {error}")
+    if not entry.parameters:
+        return ContractResult(entry.target, entry.kind, entry.reason, True, "")
+    # hooked functions keep the original below __wrapped__, which signature() follows
+    actual = list(inspect.signature(found).parameters)
+    missing = [p for p in entry.parameters if p not in actual and p not in ("self", "cls")]
+    detail = f"parameters {missing} are missing; it takes {actual}" if missing else ""
+    return ContractResult(entry.target, entry.kind, entry.reason, not missing, detail)
+
+
+def require_contract() -> None:
+    """Raise HostContractError naming everything that does not hold."""
+    broken = [r for r in check_contract() if not r.ok]
+    if broken:
+        raise HostContractError(
+            "blockreuse: this SGLang does not offer what the extension needs:\n"
+            + "\n".join(f"  {r.name} ({r.reason}): {r.detail}" for r in broken)
+            + f"\nInstall sglang {','.join(SUPPORTED_SGLANG)}, or a version of sglang-blockreuse made for yours."
+        )
+
+
+def install_hooks() -> None:
+    """Register and apply the scheduler-side hooks; idempotent.
+
+    SGLang logs and goes on where a hook does not apply. We do not: raises HostContractError.
+    """
+    from sglang.srt.environ import envs
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from . import hooks
+
+    targets: dict[str, tuple[Callable[..., Any], HookType]] = {
+        "managers.scheduler.Scheduler.get_prefill_adder_class": (hooks.prefill_adder_class, HookType.AFTER),
+        "managers.scheduler.Scheduler.get_output_streamer_class": (hooks.output_streamer_class, HookType.AFTER),
+        "managers.scheduler.Scheduler._add_request_to_queue": (hooks.add_request_to_queue, HookType.AROUND),
+        "managers.scheduler.Scheduler.get_internal_state": (hooks.internal_state, HookType.AFTER),
+        "model_executor.forward_batch_info.ForwardBatch.init_new": (hooks.init_forward_batch, HookType.AROUND),
+        "layers.logits_processor.LogitsMetadata.from_forward_batch": (hooks.logits_metadata, HookType.AROUND),
+        "model_executor.model_runner.ModelRunner.forward": (hooks.after_model_forward, HookType.AFTER),
+    }
+    for target, (hook, kind) in targets.items():
+        if _SRT + target not in HookRegistry._patched:
+            HookRegistry.register(_SRT + target, hook, kind)
+    HookRegistry.apply_hooks()
+    missing = [t for t in targets if _SRT + t not in HookRegistry._patched]
+    if missing:
+        raise HostContractError(
+            f"blockreuse: SGLang did not apply the hooks on {', '.join(missing)}. "
+            "Another plug-in may have replaced them; run `sglang-blockreuse check`."
+        )
+    # one row per request is all that the eager runner's static input buffers hold
+    envs.SGLANG_EAGER_INPUT_NO_COPY.set(True)

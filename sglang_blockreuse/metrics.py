@@ -1,0 +1,54 @@
+"""Counters of what the extension did: Prometheus series beside SGLang's own, and a plain snapshot."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Any
+
+from .types import Usage
+
+PREFIX = "sglang:blockreuse_"
+# name -> (help, labels); a test freezes this table
+SERIES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "tokens_total": ("Prompt tokens by how their KV came to be.", ("kind",)),
+    "requests_total": ("Requests by outcome: reused, or the reason why not.", ("outcome",)),
+    "homes_total": ("Home sequences compiled.", ()),
+    "home_tokens_total": ("Tokens of compiled home sequences.", ()),
+    "rows_total": ("Virtual rows run in prefill forwards.", ()),
+    "copied_tokens_total": ("Tokens whose KV was taken over from a home.", ()),
+    "errors_total": ("Requests served without reuse because of an internal error.", ()),
+}
+
+
+class Metrics:
+    """Counts in plain integers; mirrors them to Prometheus where SGLang exports metrics."""
+
+    def __init__(self, labels: dict[str, Any] | None = None) -> None:
+        self.counts: Counter[str] = Counter()
+        self._labels = labels or {}
+        self._series: dict[str, Any] = {}
+        # SGLang sets the variable before its first import of prometheus_client, and so must we
+        if labels is not None and os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+            from prometheus_client import Counter as PrometheusCounter
+
+            self._series = {
+                name: PrometheusCounter(PREFIX + name, text, labelnames=(*self._labels, *extra))
+                for name, (text, extra) in SERIES.items()
+            }
+
+    def add(self, name: str, amount: int = 1, **labels: str) -> None:
+        self.counts[" ".join((name, *labels.values()))] += amount
+        if name in self._series:
+            series = self._series[name]
+            series = series.labels(**self._labels, **labels) if self._labels or labels else series
+            series.inc(amount)
+
+    def forward(self, *, num_rows: int, num_computed: int, num_copied: int) -> None:
+        self.add("rows_total", num_rows)
+        self.add("copied_tokens_total", num_copied)
+
+    def request_done(self, usage: Usage) -> None:
+        self.add("requests_total", outcome=usage.skipped_reason or "reused")
+        for kind in ("prefix", "reused", "repaired", "fresh"):
+            self.add("tokens_total", getattr(usage, f"{kind}_tokens"), kind=kind)

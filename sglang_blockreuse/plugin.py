@@ -1,0 +1,64 @@
+"""Entry point `sglang.srt.plugins`: puts the name `blockreuse` into SGLang's registries.
+
+Runs in every SGLang process, before the command line is parsed. Installing the package changes
+nothing: what the names stand for is imported when somebody chooses them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+NAME = "blockreuse"
+
+
+def register() -> None:
+    from sglang.srt.arg_groups.choices import add_attention_backend_choices
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.mem_cache.registry import get_radix_cache_factory, register_radix_cache_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if get_radix_cache_factory(NAME) is not None:
+        return  # one process, several loads
+    add_attention_backend_choices([NAME])
+    register_attention_backend(NAME)(_attention_backend)
+    register_radix_cache_backend(NAME, _radix_cache)
+    HookRegistry.register("sglang.srt.server_args.ServerArgs.add_cli_args", _add_cli_args, HookType.AFTER)
+    HookRegistry.register("sglang.srt.server_args.ServerArgs.from_cli_args", _from_cli_args, HookType.AROUND)
+
+
+def _attention_backend(runner: Any) -> Any:
+    from .layers.backend import create_attention_backend
+
+    return create_attention_backend(runner)
+
+
+def _radix_cache(ctx: Any) -> Any:
+    from .factory import create_radix_cache
+
+    return create_radix_cache(ctx)
+
+
+def _add_cli_args(result: Any, parser: Any) -> None:
+    group = parser.add_argument_group("sglang-blockreuse")
+    group.add_argument(
+        "--blockreuse-config",
+        metavar="PATH",
+        help="Configuration of the extension, YAML or JSON; default: the file named by SGLANG_BLOCKREUSE_CONFIG.",
+    )
+    group.add_argument(
+        "--layer-plan",
+        metavar="NAME|PATH",
+        help="Layer plan for decode: a shipped plan or a file. Overrides layers.plan of the configuration.",
+    )
+
+
+def _from_cli_args(original: Any, cls: type, args: Any) -> Any:
+    server_args = original(cls, args)
+    chosen = {key: getattr(args, key, None) for key in ("blockreuse_config", "layer_plan")}
+    # an underscore attribute rides along when SGLang hands the record to its processes
+    server_args._blockreuse = chosen
+    if NAME in (server_args.radix_cache_backend, server_args.attention_backend) or any(chosen.values()):
+        from .settings import check_cli
+
+        check_cli(server_args)
+    return server_args

@@ -1,0 +1,179 @@
+"""The nouns: records that pass between the stages. A field's comment is its law.
+
+Everything here is plain Python and frozen unless it says otherwise; positions are
+token positions of one request, intervals are half-open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Mode = Literal["off", "exact", "reuse"]
+MODES: tuple[Mode, ...] = ("off", "exact", "reuse")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Interval:
+    """Half-open range of token positions [start, end); empty where end <= start."""
+
+    start: int
+    end: int
+
+    def __len__(self) -> int:
+        return max(0, self.end - self.start)
+
+    def clip(self, low: int, high: int) -> Interval:
+        return Interval(max(self.start, low), min(self.end, high))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOptions:
+    """What one request asks of the block machinery, validated."""
+
+    mode: Mode
+    spans: tuple[Interval, ...]  # marked blocks, ascending, disjoint, inside the prompt
+    policy: str
+    tau: int | None  # tokens on each side of a seam; None: derived from the budget
+    budget: float  # share of the block tokens that may be repaired, 0..1
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSegment:
+    """A stretch of one block whose KV a home holds."""
+
+    interval: Interval  # positions in the request, behind the exact prefix
+    delta: int  # new position - home position, the same for every token of the segment
+    block: int  # index of the block among the request's spans
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """KV to take over: positions `interval`, read at `segment`'s home."""
+
+    interval: Interval
+    segment: int  # index into the plan's segments
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """How the positions behind the exact prefix come to be: copied or computed.
+
+        |<- prefix ->|<- run ->|<------ copy ------>|<- run ->| ... |<- run ->|
+        0            start                                                  end
+
+    Copies and runs tile [start, end); the last position is always computed,
+    because a request samples from it.
+    """
+
+    start: int  # length of the exact prefix
+    end: int  # length of the sequence to prefill
+    segments: tuple[LocalSegment, ...]
+    copies: tuple[Copy, ...]
+    runs: tuple[Interval, ...]
+    num_repaired: int  # computed positions inside segments
+    block_end: int  # end of the last block: the N of |T|/N
+
+    @property
+    def num_reused(self) -> int:
+        return sum(len(c.interval) for c in self.copies)
+
+    @property
+    def first_local(self) -> int:
+        """First position whose KV does not equal a full prefill's; `end` if there is none."""
+        return min((c.interval.start for c in self.copies), default=self.end)
+
+    def runs_within(self, low: int, high: int) -> list[Interval]:
+        """Positions of the chunk [low, high) that are computed, as runs.
+
+        The chunk's last position is computed even inside a copy: the host samples
+        from the end of every chunk, also where it throws the sample away.
+        """
+        runs = [r.clip(low, high) for r in self.runs if r.start < high and r.end > low]
+        if not runs or runs[-1].end < high:
+            runs.append(Interval(high - 1, high))
+        return runs
+
+    def copies_within(self, low: int, high: int) -> Iterator[tuple[int, Interval]]:
+        """(segment index, positions) of what is copied in the chunk [low, high)."""
+        for copy in self.copies:
+            part = copy.interval.clip(low, high)
+            if len(part):
+                yield copy.segment, part
+
+    def num_computed(self, low: int, high: int) -> int:
+        return sum(len(r) for r in self.runs_within(low, high))
+
+    def chunk_end(self, low: int, num_tokens: int) -> int:
+        """The furthest chunk end so that [low, end) computes at most `num_tokens` (>= 1) tokens.
+
+        A chunk that does not finish the sequence ends inside or at the end of a run,
+        never inside a copy.
+        """
+        end = low
+        for run in self.runs:
+            run = run.clip(low, self.end)
+            if not len(run):
+                continue
+            if len(run) >= num_tokens:
+                return run.start + num_tokens
+            num_tokens -= len(run)
+            end = run.end
+        return max(end, low + 1)
+
+
+@dataclass(slots=True)
+class Usage:
+    """What happened to one request's prompt tokens; mutable, reported as `meta_info["blockreuse"]`.
+
+    prefix + reused + repaired + fresh = prompt tokens.
+    """
+
+    mode: Mode = "reuse"
+    policy: str | None = None
+    prefix_tokens: int = 0
+    reused_tokens: int = 0
+    repaired_tokens: int = 0
+    fresh_tokens: int = 0
+    recompute_ratio: float = 0.0  # |T| / N, N = tokens up to the end of the last block
+    skipped_reason: str | None = None
+    guard: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(slots=True)
+class RequestState:
+    """Everything the extension keeps for one host request; mutable, lives on the request."""
+
+    options: BlockOptions
+    usage: Usage
+    compile_prefix: tuple[int, ...] = ()
+    plan: BlockPlan | None = None
+    # slots of each plan segment's home tokens, int64 [len(segment)], position-aligned with the segment
+    home_slots: list[Any] = field(default_factory=list)
+    locks: list[Any] = field(default_factory=list)  # tree locks on the homes
+    waits_for: set[str] = field(default_factory=set)  # ids of home requests that come first
+
+    def may_reuse(self) -> bool:
+        return self.options.mode == "reuse" and self.usage.skipped_reason is None
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """A forward in which one request may own several rows (virtual rows).
+
+    Per-request values that the host needs back after the model forward.
+    """
+
+    num_rows: int
+    tokens: tuple[int, ...]  # computed tokens per request
+    logprob_starts: tuple[int, ...]  # first computed token per request that wants input log-probabilities
+    batch_size: int
+    seq_lens: Any  # int64 [batch_size], device
+    seq_lens_cpu: Any
+    req_pool_indices: Any
+    req_pool_indices_cpu: Any
+    rids: tuple[str, ...]

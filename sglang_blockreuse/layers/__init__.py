@@ -1,0 +1,1 @@
+"""Layer plans: which layers scan, rerank or reuse, and what a decode step reads for it."""

@@ -1,0 +1,182 @@
+"""Records of a layer plan: what a plan file may say, and what a plan says once it is bound to a model.
+
+A plan gives every decoder layer one role for decode steps:
+
+    dense    the model's own attention over the whole history
+    full     scores the whole history, writes the pool Ω (size M) and the indices T (size k)
+    reindex  scores only inside its anchor's pool, writes its own T            (eq. 7 of the source)
+    reuse    attends over its anchor's T as it is
+
+Four objects can be shared and each is another promise: T (`reuse`), Ω (`reindex`), main KV (`kv_from`),
+indexer keys (`key_from`). The first two are decided anew each step, the last two change what the cache holds.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+import msgspec
+from msgspec import UNSET, Meta, Struct
+
+Role = Literal["dense", "full", "reindex", "reuse"]
+Attend = Literal["selected", "all"]
+ScorerKind = Literal["exact_qk", "int4_keys", "label_channels", "page_minmax", "model_indexer"]
+ListHeads = Literal["layer", "kv_head"]
+ScanHeads = Literal["all", "fused", "routed"]
+
+Count = Annotated[int, Meta(ge=1)]
+Size = Annotated[int, Meta(ge=0)]
+LayerId = Annotated[int, Meta(ge=0)]
+
+
+class PlanError(ValueError):
+    """A plan that cannot work: where it stands, the value, the rule it breaks and the way out.
+
+    `path` is the place inside the file (`layers[3].anchor`), empty when the whole file is meant.
+    All arguments are positional, so that the error survives pickling between server processes.
+    """
+
+    def __init__(self, source: str, path: str, value: object, rule: str, fix: str) -> None:
+        super().__init__(source, path, value, rule, fix)
+        self.source, self.path, self.value, self.rule, self.fix = source, path, value, rule, fix
+
+    def __str__(self) -> str:
+        where = f"{self.source}: {self.path}" if self.path else self.source
+        return f"{where}: got {_shown(self.value)}, but {self.rule}. {self.fix}."
+
+
+def _shown(value: object) -> str:
+    text = "nothing" if value is UNSET else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+class _Strict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Base of everything a file may contain.
+
+    Defaults are left out when written, so a field added later with a neutral default keeps the fingerprints
+    of older plans.
+    """
+
+
+class ModelSpec(_Strict):
+    """The model a plan was made for. Both fields are checked when the plan is bound, absent ones are free."""
+
+    architecture: str | None = None  # the checkpoint's architectures[0], e.g. LlamaForCausalLM
+    num_layers: Count | None = None
+    trained_sharing: bool = False  # the checkpoint was trained with this plan's kv_from and key_from
+
+
+class Selection(_Strict):
+    """How many positions one row reads in one step.
+
+    `final_k` counts every position attention reads, sinks and window among them; the scorer chooses the
+    remaining `final_k - sink - window`. (`k = 64 plus 4 sinks plus 64 window` is `final_k: 132` here.)
+    """
+
+    final_k: Count  # k, positions attention reads per row
+    pool_size: Count | None = None  # M, candidates a full layer keeps for its reindex layers
+    sink: Size = 4  # leading positions of the sequence that are always in T
+    window: Size = 64  # newest positions that are always in T
+    min_seq_len: Size = 0  # rows shorter than this run dense
+
+
+class Scorer(_Strict):
+    """How full and reindex layers score positions: which keys they read, and which heads do the scoring."""
+
+    kind: ScorerKind = (
+        "exact_qk"  # exact_qk reads the main keys, model_indexer is the one a DSA model was trained with
+    )
+    heads: ListHeads = "layer"  # one list per layer, or one per KV head
+    page_size: Count | None = None  # page_minmax only; 16 when absent
+    num_channels: Count | None = None  # label_channels only, int4 channels per KV head; 16 when absent
+    scan_heads: ScanHeads = (
+        "all"  # fused: one mixed query scores for all heads; routed: a few heads chosen per query
+    )
+    num_routed_heads: Count | None = None  # with routed
+    residual: bool = False  # with routed: the fused term stands in for the heads that were not chosen
+    rerank_heads: ScanHeads | None = None  # heads that score inside the pool; as scan_heads when absent
+
+    @property
+    def reranks_own_pool(self) -> bool:
+        """A full layer whose scan is coarser than its rerank picks T from its own pool, as consumers do."""
+        return self.rerank_heads not in (None, self.scan_heads)
+
+
+class LayerEntry(_Strict):
+    """One line of the file: the same words for one layer (`3`), a closed range (`3-6`) or `all`."""
+
+    layers: int | str
+    role: Role
+    anchor: LayerId | None = None  # whose pool (reindex) or indices (reuse) are read
+    kv_from: LayerId | None = None  # layer whose main KV is read in place of an own one
+    key_from: LayerId | None = None  # layer whose indexer keys are scored
+    attend: Attend = "selected"  # full only; all = attends densely and still writes T (an oracle layer)
+    own_window: Size = 0  # with kv_from: newest tokens whose own KV is kept and read besides
+
+
+class PlanSpec(_Strict):
+    """The whole file, as written. Only `LayerPlan` says that it is valid."""
+
+    version: Literal[1]
+    name: Annotated[str, Meta(min_length=1)]
+    layers: list[LayerEntry]
+    model: ModelSpec = ModelSpec()
+    selection: Selection | None = None
+    scorer: Scorer = Scorer()
+    evidence: str = ""  # where the figures for this plan stand, or `unproven`; no part of the fingerprint
+
+
+class BoundLayer(Struct, frozen=True, kw_only=True):
+    """One layer of a bound plan. `*_readers` are the later layers that consume what this layer writes."""
+
+    layer: int
+    role: Role
+    anchor: int | None = None
+    kv_from: int | None = None
+    key_from: int | None = None
+    attend: Attend = "selected"
+    own_window: int = 0
+    pool_readers: tuple[int, ...] = ()
+    index_readers: tuple[int, ...] = ()
+
+    @classmethod
+    def from_entry(cls, layer: int, entry: LayerEntry) -> Self:
+        """The layer as its entry says it; readers are filled in once all layers are known."""
+        words = {field: getattr(entry, field) for field in entry.__struct_fields__ if field != "layers"}
+        return cls(layer=layer, **words)
+
+    @property
+    def scores(self) -> bool:
+        """Full and reindex layers score positions and write their own T."""
+        return self.role in ("full", "reindex")
+
+
+class BoundPlan(Struct, frozen=True, kw_only=True):
+    """A plan resolved for one model: `layers[i]` is layer i, every reference checked."""
+
+    name: str
+    source: str
+    fingerprint: str
+    selection: Selection | None  # None only if no layer is sparse
+    scorer: Scorer
+    layers: tuple[BoundLayer, ...]
+    warnings: tuple[str, ...] = ()  # what the plan promises and this project cannot check
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def is_dense(self) -> bool:
+        """Every layer runs the model's own attention on its own KV: the plan is the same as no plan."""
+        return all(layer.role == "dense" and layer.kv_from is None for layer in self.layers)
+
+    def rows_are_dense(self, seq_len: int) -> bool:
+        """Whether a row with `seq_len` visible tokens reads everything anyway."""
+        selection = self.selection
+        return selection is None or seq_len < selection.min_seq_len or seq_len <= selection.final_k
+
+
+def entry_fields(record: type[Struct]) -> tuple[str, ...]:
+    """Keys a mapping of this record may have, in file order."""
+    return tuple(field.encode_name for field in msgspec.structs.fields(record))

@@ -1,0 +1,209 @@
+"""What a plan reads in one decode step: the roofline of a bound plan as a table and as a dict.
+
+Bytes are those a perfect kernel must fetch from memory, per step and summed over the batch:
+
+    main     K and V that attention reads
+    scan     index keys a full layer scores over the whole history
+    rerank   index keys scored inside the pool
+    index    int32 positions written and read: T and Ω
+
+`exact_qk` scores the main keys themselves, so such a layer fetches only V of what it selected. Scoring with
+fewer heads saves arithmetic, not bytes. Weights and activations are left out: no plan changes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from sglang_blockreuse.layers.plan import BoundLayer, BoundPlan, Scorer
+
+_POSITION_BYTES = 4
+# int4 copies carry one float16 scale and one float16 minimum per 64 channels
+_INT4_GROUP, _INT4_GROUP_BYTES = 64, 4
+# a trained indexer's key: one fp8 value per channel and one float32 scale per token
+_INDEXER_SCALE_BYTES = 4
+
+
+class KVShape(Struct, frozen=True, kw_only=True):
+    """The sizes of a model that decide its traffic."""
+
+    num_kv_heads: int
+    head_dim: int
+    kv_element_bytes: int = 2
+    indexer_head_dim: int = 128  # model_indexer only
+
+    @property
+    def key_bytes(self) -> int:
+        """K of one token in one layer; V takes the same."""
+        return self.num_kv_heads * self.head_dim * self.kv_element_bytes
+
+    def index_bytes(self, scorer: Scorer) -> float:
+        """Index keys of one token in one layer, as the scorer reads them."""
+        match scorer.kind:
+            case "exact_qk":
+                return self.key_bytes
+            case "int4_keys":
+                groups = -(-self.head_dim // _INT4_GROUP)
+                return self.num_kv_heads * (self.head_dim / 2 + groups * _INT4_GROUP_BYTES)
+            case "label_channels":
+                return self.num_kv_heads * (scorer.num_channels or 16) / 2
+            case "page_minmax":
+                return 2 * self.key_bytes / (scorer.page_size or 16)
+            case "model_indexer":
+                return self.indexer_head_dim + _INDEXER_SCALE_BYTES
+
+
+class LayerCost(Struct, frozen=True, kw_only=True):
+    """Bytes of one layer in one step, over the whole batch."""
+
+    layer: int
+    role: str
+    anchor: int | None
+    kv_from: int | None
+    key_from: int | None
+    main_bytes: float
+    scan_bytes: float
+    rerank_bytes: float
+    index_bytes: float
+
+    @property
+    def total_bytes(self) -> float:
+        return self.main_bytes + self.scan_bytes + self.rerank_bytes + self.index_bytes
+
+
+class Explanation(Struct, frozen=True, kw_only=True):
+    """Costs of a plan beside those of dense decode at the same history length and batch."""
+
+    name: str
+    fingerprint: str
+    num_tokens: int  # history of each row
+    batch: int
+    rows_are_dense: bool  # history too short for the plan to apply
+    layers: tuple[LayerCost, ...]
+    dense_bytes: float
+
+    @property
+    def total_bytes(self) -> float:
+        return sum(layer.total_bytes for layer in self.layers)
+
+    @property
+    def ratio(self) -> float:
+        """Dense bytes over the plan's: an upper bound of what attention can gain."""
+        return self.dense_bytes / self.total_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, totals included."""
+        layers = [{**msgspec.to_builtins(cost), "total_bytes": cost.total_bytes} for cost in self.layers]
+        totals = {"total_bytes": self.total_bytes, "ratio": self.ratio}
+        return {**msgspec.to_builtins(self), "layers": layers, **totals}
+
+    def to_text(self) -> str:
+        """A table in MB (10^6 bytes) per step, equal neighbours on one line, then the totals."""
+        head = ("layers", "role", "anchor", "kv", "keys", "main", "scan", "rerank", "index", "total")
+        rows = [head, *self._lines()]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        table = [
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
+        ]
+        size = f"{self.batch} rows of {self.num_tokens} tokens"
+        title = f"plan {self.name} ({self.fingerprint[:12]}), {size}, MB per step"
+        note = ["all rows run dense: the history is too short for this plan"] if self.rows_are_dense else []
+        total = (
+            f"plan {_mb(self.total_bytes)} MB, dense {_mb(self.dense_bytes)} MB, {self.ratio:.1f} times less"
+        )
+        return "\n".join([title, *table, *note, total])
+
+    def _lines(self) -> Iterator[tuple[str, ...]]:
+        def same(cost: LayerCost) -> tuple[object, ...]:
+            return msgspec.structs.astuple(cost)[1:]
+
+        for _, group in groupby(self.layers, key=same):
+            run = list(group)
+            first, last = run[0], run[-1]
+            span = str(first.layer) if len(run) == 1 else f"{first.layer}-{last.layer}"
+            parts = ("main_bytes", "scan_bytes", "rerank_bytes", "index_bytes", "total_bytes")
+            cells = (_mb(sum(getattr(cost, part) for cost in run)) for part in parts)
+            links = ("-" if at is None else str(at) for at in (first.anchor, first.kv_from, first.key_from))
+            yield (span, first.role, *links, *cells)
+
+
+def explain(plan: BoundPlan, shape: KVShape, *, num_tokens: int, batch: int) -> Explanation:
+    """Roofline bytes of one decode step of `batch` rows with `num_tokens` of history each.
+
+    Raises ValueError unless both counts are at least 1.
+    """
+    if num_tokens < 1 or batch < 1:
+        raise ValueError(f"num_tokens and batch must be at least 1, got {num_tokens} and {batch}")
+    step = _Step(plan, shape, num_tokens, batch)
+    return Explanation(
+        name=plan.name,
+        fingerprint=plan.fingerprint,
+        num_tokens=num_tokens,
+        batch=batch,
+        rows_are_dense=plan.rows_are_dense(num_tokens),
+        layers=tuple(step.cost(layer) for layer in plan.layers),
+        dense_bytes=float(batch * plan.num_layers * num_tokens * 2 * shape.key_bytes),
+    )
+
+
+class _Step:
+    """One decode step of a plan at a fixed history length."""
+
+    def __init__(self, plan: BoundPlan, shape: KVShape, num_tokens: int, batch: int) -> None:
+        self.plan, self.shape, self.num_tokens, self.batch = plan, shape, num_tokens, batch
+        self.dense = plan.rows_are_dense(num_tokens)
+        self.index_key = shape.index_bytes(plan.scorer)
+        selection = plan.selection
+        self.final_k = min(selection.final_k, num_tokens) if selection else num_tokens
+        # without a pool, or with one that holds everything, a reindex layer scores the whole history
+        self.pool = min((selection.pool_size if selection else None) or num_tokens, num_tokens)
+        self.num_lists = shape.num_kv_heads if plan.scorer.heads == "kv_head" else 1
+
+    def cost(self, layer: BoundLayer) -> LayerCost:
+        dense = self.dense or layer.role == "dense"
+        return LayerCost(
+            layer=layer.layer,
+            role=layer.role,
+            anchor=layer.anchor,
+            kv_from=layer.kv_from,
+            key_from=layer.key_from,
+            main_bytes=self.batch * self._main(layer, dense),
+            scan_bytes=0.0 if dense else self.batch * self._scan(layer),
+            rerank_bytes=0.0 if dense else self.batch * self._rerank(layer),
+            index_bytes=0.0 if dense else self.batch * self._index(layer),
+        )
+
+    def _main(self, layer: BoundLayer, dense: bool) -> float:
+        key = self.shape.key_bytes
+        if dense or layer.attend == "all":
+            return 2 * key * self.num_tokens
+        own_window = 2 * key * min(layer.own_window, self.num_tokens)
+        keys_were_scored = layer.scores and self.plan.scorer.kind == "exact_qk" and layer.key_from is None
+        return (1 if keys_were_scored else 2) * key * self.final_k + own_window
+
+    def _scan(self, layer: BoundLayer) -> float:
+        if layer.role != "full":
+            return 0.0
+        if layer.attend == "all" and self.plan.scorer.kind == "exact_qk" and layer.key_from is None:
+            return 0.0  # attention reads the same keys anyway
+        return self.index_key * self.num_tokens
+
+    def _rerank(self, layer: BoundLayer) -> float:
+        own_pool = layer.role == "full" and self.plan.scorer.reranks_own_pool and self.pool < self.num_tokens
+        return self.index_key * self.pool if layer.role == "reindex" or own_pool else 0.0
+
+    def _index(self, layer: BoundLayer) -> float:
+        """T is written where it is scored and read by attention; Ω is written once, read by each reranker."""
+        positions = self.final_k * (2 if layer.scores else 1) if layer.attend == "selected" else self.final_k
+        if self.pool < self.num_tokens and (layer.role == "reindex" or layer.pool_readers):
+            positions += self.pool
+        return float(_POSITION_BYTES * self.num_lists * positions)
+
+
+def _mb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.3f}" if num_bytes < 1e6 else f"{num_bytes / 1e6:,.1f}"

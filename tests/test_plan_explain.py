@@ -1,0 +1,130 @@
+"""The roofline of a plan, against the hand-computed table for Llama-3.1-8B with k = 2048 and 16-bit KV."""
+
+import json
+
+import pytest
+
+from sglang_blockreuse.layers.plan import Scorer, Selection
+from sglang_blockreuse.layers.plan_explain import KVShape, explain
+from sglang_blockreuse.layers.plan_loader import load_plan
+from sglang_blockreuse.layers.presets import every, hybrid_oracle, index_cache, wide_pool, yoco
+
+LLAMA_8B = KVShape(num_kv_heads=8, head_dim=128)
+NUM_LAYERS = 32
+COLUMNS = ("layers", "role", "anchor", "kv", "keys", "main", "scan", "rerank", "index", "total")
+LENGTHS = (8192, 32768, 131072)
+INT4 = Scorer(kind="int4_keys")
+
+
+def reuse(step, scorer):
+    return index_cache(NUM_LAYERS, every(NUM_LAYERS, step), Selection(final_k=2048), scorer=scorer)
+
+
+def rerank(step, pool_size, scorer):
+    selection = Selection(final_k=2048, pool_size=pool_size)
+    return wide_pool(NUM_LAYERS, every(NUM_LAYERS, step), selection, scorer=scorer)
+
+
+def megabytes(plan, num_tokens, batch=1):
+    """KV and index keys of one step, index lists left out as in the table."""
+    layers = explain(plan.bind(NUM_LAYERS, None), LLAMA_8B, num_tokens=num_tokens, batch=batch).layers
+    return round(sum(cost.total_bytes - cost.index_bytes for cost in layers) / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        (load_plan("full"), (1074, 4295, 17180)),
+        (reuse(1, Scorer()), (671, 2282, 8724)),
+        (reuse(4, Scorer()), (369, 772, 2382)),
+        (reuse(1, INT4), (419, 872, 2684)),
+        (reuse(4, INT4), (306, 419, 872)),
+        (rerank(4, 8192, INT4), (419, 533, 986)),
+        (rerank(8, 16384, INT4), (419, 608, 835)),
+        (reuse(1, Scorer(kind="page_minmax")), (336, 537, 1342)),
+        (reuse(4, Scorer(kind="page_minmax")), (285, 336, 537)),
+        (reuse(1, Scorer(kind="label_channels")), (285, 336, 537)),
+        (reuse(1, Scorer(kind="model_indexer")), (303, 407, 822)),
+        (reuse(4, Scorer(kind="model_indexer")), (277, 303, 407)),
+    ],
+    ids=[
+        "dense",
+        "exact every layer",
+        "exact, a quarter full",
+        "int4 every layer",
+        "int4, a quarter full",
+        "int4, a quarter full, pool 8192",
+        "int4, an eighth full, pool 16384",
+        "pages every layer",
+        "pages, a quarter full",
+        "label channels every layer",
+        "one fp8 key every layer",
+        "one fp8 key, a quarter full",
+    ],
+)
+def test_bytes_equal_the_table(plan, expected):
+    assert tuple(megabytes(plan, n) for n in LENGTHS) == expected
+
+
+def test_batch_multiplies_every_part():
+    plan = rerank(4, 8192, INT4).bind(NUM_LAYERS, None)
+    one = explain(plan, LLAMA_8B, num_tokens=32768, batch=1)
+    eight = explain(plan, LLAMA_8B, num_tokens=32768, batch=8)
+    assert eight.total_bytes == 8 * one.total_bytes
+    assert eight.ratio == one.ratio
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2047, 2048])
+def test_a_history_within_final_k_costs_what_dense_costs(num_tokens):
+    found = explain(reuse(4, INT4).bind(NUM_LAYERS, None), LLAMA_8B, num_tokens=num_tokens, batch=1)
+    assert found.rows_are_dense
+    assert found.total_bytes == found.dense_bytes
+    assert "all rows run dense" in found.to_text()
+
+
+def test_a_coarse_scan_makes_the_full_layer_rerank_its_own_pool():
+    fused = Scorer(kind="int4_keys", scan_heads="fused", rerank_heads="all")
+    plain, reranked = (
+        explain(rerank(4, 8192, scorer).bind(NUM_LAYERS, None), LLAMA_8B, num_tokens=32768, batch=1)
+        for scorer in (INT4, fused)
+    )
+    assert plain.layers[0].rerank_bytes == 0
+    assert reranked.layers[0].rerank_bytes == reranked.layers[1].rerank_bytes == 8192 * 576
+
+
+def test_an_oracle_scans_for_nothing_and_its_readers_add_their_window():
+    plan = hybrid_oracle(4, [0], Selection(final_k=2048), own_window=128).bind(4, None)
+    oracle, reader, *_ = explain(plan, LLAMA_8B, num_tokens=32768, batch=1).layers
+    assert (oracle.main_bytes, oracle.scan_bytes) == (32768 * 4096, 0)
+    assert reader.main_bytes == (2048 + 128) * 4096
+
+
+def test_dense_attention_over_shared_kv_reads_what_dense_reads():
+    found = explain(yoco(8, 4).bind(8, None), LLAMA_8B, num_tokens=4096, batch=1)
+    assert found.total_bytes == found.dense_bytes
+
+
+def test_the_table_and_the_dict_say_the_same():
+    found = explain(rerank(8, 16384, INT4).bind(NUM_LAYERS, None), LLAMA_8B, num_tokens=131072, batch=2)
+    as_dict = json.loads(json.dumps(found.to_dict()))
+    assert as_dict["total_bytes"] == sum(layer["total_bytes"] for layer in as_dict["layers"])
+    assert [layer["layer"] for layer in as_dict["layers"]] == list(range(NUM_LAYERS))
+    lines = found.to_text().splitlines()
+    assert lines[1].split() == list(COLUMNS)
+    assert [line.split()[0] for line in lines[2:-1]] == [
+        "0",
+        "1-7",
+        "8",
+        "9-15",
+        "16",
+        "17-23",
+        "24",
+        "25-31",
+    ]
+    assert lines[-1].endswith(f"{as_dict['ratio']:.1f} times less")
+
+
+@pytest.mark.parametrize(("num_tokens", "batch"), [(0, 1), (1, 0)])
+def test_sizes_below_one_are_refused(num_tokens, batch):
+    with pytest.raises(ValueError, match="at least 1"):
+        explain(load_plan("full").bind(1, None), LLAMA_8B, num_tokens=num_tokens, batch=batch)

@@ -16,7 +16,9 @@ def positions(intervals) -> list[int]:
     return [p for i in intervals for p in range(i.start, i.end)]
 
 
-def plan_of_blocks(*lengths: int, prefix: int, question: int, tau: int | None = None, budget: float = 0.05) -> BlockPlan:
+def plan_of_blocks(
+    *lengths: int, prefix: int, question: int, tau: int | None = None, budget: float = 0.05
+) -> BlockPlan:
     """Blocks of the given lengths behind `prefix`, all known, then a question."""
     spans, at = [], prefix
     for length in lengths:

@@ -1,0 +1,15 @@
+"""Fixtures that every test file may use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sglang_blockreuse.model import ensure_model
+
+
+@pytest.fixture(scope="session")
+def model_path() -> Path:
+    """Folder of the real model, SmolLM2-135M-Instruct in bfloat16; fetched and converted on first use."""
+    return ensure_model()

@@ -1,0 +1,54 @@
+"""A second SGLang plug-in, for tests: knobs that no user needs, read from `custom_params`.
+
+    testing_max_prefix: int         limit the exact prefix, so that blocks behind it are looked up
+    testing_rows: [a1, b1, ...]     compute the prompt in these virtual rows, copy nothing
+    testing_all_homes: true         give a home also to the block that continues the compile prefix
+
+Put this folder on PYTHONPATH of the server under test.
+"""
+
+from __future__ import annotations
+
+
+def knob(req, name):
+    return (req.sampling_params.custom_params or {}).get(name)
+
+
+def register():
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(
+        "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len", limit_prefix, HookType.AFTER
+    )
+    HookRegistry.register("sglang_blockreuse.blocks.manager.BlockManager.plan", force_rows, HookType.AFTER)
+    HookRegistry.register("sglang_blockreuse.blocks.manager.BlockManager._homes", all_homes, HookType.AROUND)
+
+
+def limit_prefix(result, req, *args, **kwargs):
+    limit = knob(req, "testing_max_prefix")
+    return result if limit is None else min(result, limit)
+
+
+def force_rows(result, manager, req):
+    flat = knob(req, "testing_rows")
+    if not flat:
+        return
+    from sglang_blockreuse.types import BlockPlan, Interval
+
+    start, end = req.prefix_len, len(req.full_untruncated_fill_ids)
+    rows = [Interval(a, b).clip(start, end) for a, b in zip(flat[::2], flat[1::2], strict=True)]
+    runs = tuple(r for r in rows if len(r))
+    req.blockreuse.plan = BlockPlan(start, end, (), (), runs, 0, end)
+
+
+def all_homes(original, manager, req, state):
+    if not knob(req, "testing_all_homes"):
+        return original(manager, req, state)
+    from array import array
+
+    from sglang_blockreuse.blocks.split import Home
+
+    head = array("q", state.compile_prefix)
+    return [
+        Home(i, s, head + req.origin_input_ids[s.start : s.end], len(head)) for i, s in enumerate(state.options.spans)
+    ]

@@ -1,0 +1,36 @@
+"""Real servers for tests. Nothing is mocked: every helper starts SGLang in a child process.
+
+    with stock_server(model_path, log=tmp_path / "stock.log") as server:
+        answer = server.generate(input_ids=[...], sampling_params={"temperature": 0, "max_new_tokens": 8})
+
+Both servers run the attention backend `blockreuse` by default, so that a difference between them comes from
+block reuse and from nothing else; any SGLang flag may follow the model path and wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from sglang_blockreuse.server_process import Server, extended_command, running_server, stock_command
+
+__all__ = ["Server", "extended_server", "stock_server"]
+
+START_TIMEOUT_S = 300.0
+
+
+def stock_server(
+    model_path: Path, *flags: str, log: Path, env: Mapping[str, str] | None = None
+) -> AbstractContextManager[Server]:
+    """SGLang without block reuse."""
+    command = stock_command(["--model-path", str(model_path), "--attention-backend", "blockreuse", *flags])
+    return running_server(command, log=log, env=env, timeout_s=START_TIMEOUT_S)
+
+
+def extended_server(
+    model_path: Path, *flags: str, log: Path, env: Mapping[str, str] | None = None
+) -> AbstractContextManager[Server]:
+    """`sglang-blockreuse serve`."""
+    command = extended_command(["--model-path", str(model_path), *flags])
+    return running_server(command, log=log, env=env, timeout_s=START_TIMEOUT_S)

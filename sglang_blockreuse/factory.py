@@ -8,6 +8,7 @@ from typing import Any
 from .blocks.load import KvLoader
 from .blocks.manager import BlockManager
 from .blocks.rope import UnsupportedRope, find_ropes
+from .blocks.tags import SlotTags
 from .config import Config
 from .host import install_hooks, require_contract
 from .metrics import Metrics
@@ -33,6 +34,7 @@ def create_radix_cache(ctx: Any) -> Any:
     cache = create_unified_radix_cache(ctx, cache_class=BlockReuseCache)
     cache.blocks = BlockManager(
         config=config,
+        tags=_tags(ctx, config),
         tree=cache,
         loader=loader,
         bos=_bos(ctx.model_config),
@@ -127,6 +129,23 @@ def _loader(ctx: Any, config: Config) -> tuple[KvLoader | None, str | None]:
         logger.warning("blockreuse: serving without block reuse: %s", error)
         return None, "unsupported_model"
     return KvLoader(pool.k_buffer, pool.v_buffer, groups), None
+
+
+def _tags(ctx: Any, config: Config) -> SlotTags | None:
+    """Slot tags shared with the attention backend, where the configuration corrects attention at all."""
+    blocks = config.blocks
+    if blocks.alpha == 0.0 and blocks.beta == 0.0:
+        return None
+    backend = ctx.tp_worker.model_runner.attn_backend
+    if not hasattr(backend, "tags"):
+        raise UnsupportedServer(
+            f"blocks.alpha is {blocks.alpha} and blocks.beta is {blocks.beta}, but {type(backend).__name__} does not "
+            "add terms to logits yet; only the CPU backend does. Set both to 0."
+        )
+    pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    tags = SlotTags(pool.k_buffer[0].shape[0], num_sinks=blocks.num_true_sinks, device=pool.k_buffer[0].device)
+    backend.tags, backend.alpha, backend.beta = tags.values_S, blocks.alpha, blocks.beta
+    return tags
 
 
 def _check_pool(pool: Any) -> None:

@@ -43,9 +43,11 @@ def internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
 
 
 def init_forward_batch(original: Callable[..., Any], cls: type, batch: Any, model_runner: Any, **kwargs: Any) -> Any:
-    if not batch.forward_mode.is_extend_without_speculative():
-        return original(cls, batch, model_runner, **kwargs)
     manager = batch.tree_cache.blocks
+    if not batch.forward_mode.is_extend_without_speculative():
+        if manager.tags is not None and batch.out_cache_loc is not None:
+            manager.tags.written(batch.out_cache_loc)
+        return original(cls, batch, model_runner, **kwargs)
     to_run, fold = manager.prepare_forward(batch, model_runner.req_to_token_pool.req_to_token)
     forward_batch = original(cls, to_run, model_runner, **kwargs)
     attach_fold(forward_batch, fold)

@@ -24,9 +24,9 @@ def layouts(draw: st.DrawFn) -> tuple[list[LocalSegment], int, int, BlockOptions
     end = max(end, 1)
     start = draw(st.integers(0, end - 1))
     segments = [
-        LocalSegment(part, delta=draw(st.integers(-50, 50)), block=i)
-        for i, part in enumerate(span.clip(start, end) for span in found)
-        if len(part)
+        LocalSegment(span.clip(start, end), delta=draw(st.integers(-50, 50)), block=i, block_start=span.start)
+        for i, span in enumerate(found)
+        if len(span.clip(start, end))
     ]
     options = BlockOptions(
         mode="reuse",

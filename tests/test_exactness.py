@@ -6,6 +6,7 @@ One extended server serves all tests of this file; every test flushes the tree f
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,7 @@ class TestVirtualRows:
         ids, _ = LIBRARY.prompt(ORDER)
         full = reference(server, ids)
         cuts = [0, 17, 60, 61, 140, 141, 300, len(ids) - 1, len(ids)]
-        rows = [x for pair in zip(cuts, cuts[1:], strict=False) for x in pair]
+        rows = [x for pair in itertools.pairwise(cuts) for x in pair]
         split = ask(server, ids, testing_rows=rows)
         assert split["output_ids"] == full["output_ids"]
         assert distance(split, full) <= FULL_PREFILL_LOGPROB
@@ -61,7 +62,7 @@ class TestVirtualRows:
     def test_rows_behind_a_cached_prefix_equal_one_full_prefill(self, server):
         ids, _ = LIBRARY.prompt(ORDER)
         full = reference(server, ids)
-        ask(server, ids[:100] + [7], new_tokens=1)
+        ask(server, [*ids[:100], 7], new_tokens=1)
         split = ask(server, ids, testing_rows=[100, 130, 130, 131, 131, len(ids)])
         assert split["meta_info"]["cached_tokens"] == 100
         assert distance(split, full) <= FULL_PREFILL_LOGPROB

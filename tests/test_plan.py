@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +26,7 @@ def plan_of_blocks(
     for length in lengths:
         spans.append(Interval(at, at + length))
         at += length
-    segments = [LocalSegment(s, delta=s.start - prefix, block=i) for i, s in enumerate(spans)]
+    segments = [LocalSegment(s, delta=s.start - prefix, block=i, block_start=s.start) for i, s in enumerate(spans)]
     options = BlockOptions(mode="reuse", spans=tuple(spans), policy="seam", tau=tau, budget=budget)
     return build_plan(segments, start=prefix, end=at + question, options=options)
 
@@ -128,7 +130,7 @@ def test_merge_is_the_union(pairs):
     intervals = [Interval(min(p), max(p)) for p in pairs]
     merged = merge(intervals)
     assert positions(merged) == sorted(set(positions(intervals)))
-    assert all(a.end < b.start for a, b in zip(merged, merged[1:], strict=False))
+    assert all(a.end < b.start for a, b in itertools.pairwise(merged))
 
 
 @given(st.lists(st.tuples(st.integers(-5, 60), st.integers(-5, 60)), max_size=8))

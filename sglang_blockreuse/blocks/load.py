@@ -26,11 +26,11 @@ class KvLoader:
             for group in groups:
                 cpu_rotate_copy.warm_up(k_buffers[0], is_neox=group.is_neox)
 
-    def load(self, state: RequestState, row_slots: Tensor, low: int, high: int) -> Tensor | None:
+    def load(self, state: RequestState, row_slots: Tensor, low: int, high: int) -> int:
         """Copy the part of the plan that lies in the chunk [low, high).
 
         row_slots: the request's slots by position, int [>= high].
-        Returns the destination slots, int64 [n], or None where nothing was copied.
+        Returns the number of copied tokens.
         """
         assert state.plan is not None
         sources, targets, old, new = [], [], [], []
@@ -43,10 +43,10 @@ class KvLoader:
             new.append(positions)
             old.append(positions - segment.delta)
         if not sources:
-            return None
+            return 0
         source_T, target_T = torch.cat(sources).long(), torch.cat(targets).long()
         old_T, new_T = torch.cat(old), torch.cat(new)
         for group, k_layers, v_layers in self._groups:
             cos, sin = group.cos_sin(old_T, new_T)
             self._rotate_copy(k_layers, v_layers, source_T, target_T, cos, sin, is_neox=group.is_neox)
-        return target_T
+        return target_T.numel()

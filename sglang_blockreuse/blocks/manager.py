@@ -18,6 +18,7 @@ from .plan import build_plan
 from .request import parse_options
 from .rows import attach, fold_batch
 from .split import Home, compile_prefix, homes
+from .tags import SlotTags
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +44,13 @@ class BlockManager:
         bos: int | None,
         pool_size: int,
         metrics: Metrics,
+        tags: SlotTags | None = None,
         off_reason: str | None = None,
     ) -> None:
         self.config = config.blocks
         self.metrics = metrics
         self.compiler = Compiler()
+        self.tags = tags  # kept only where alpha or beta is not 0
         self._tree = tree
         self._loader = loader
         self._bos = bos
@@ -182,6 +185,8 @@ class BlockManager:
         decoding = {id(r) for r in batch.decoding_reqs or ()}
         runs_per_request: list[list[Interval]] = []
         num_copied = 0
+        if self.tags is not None:
+            self.tags.written(batch.out_cache_loc)
         for req, low, extend in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
             plan = plan_of(req)
             if plan is None or id(req) in decoding:
@@ -208,8 +213,10 @@ class BlockManager:
 
     def _load(self, state: RequestState, row_slots: torch.Tensor, low: int, high: int) -> int:
         assert self._loader is not None
-        target_T = self._loader.load(state, row_slots, low, high)
-        return 0 if target_T is None else target_T.numel()
+        assert state.plan is not None
+        if self.tags is not None:
+            self.tags.loaded(state.plan, row_slots, low, high)
+        return self._loader.load(state, row_slots, low, high)
 
     def _homes(self, req: Any, state: RequestState) -> list[Home]:
         return homes(

@@ -62,5 +62,5 @@ def find(tree: Tree, homes: Sequence[Home], *, start: int, end: int, namespace: 
         lock = tree.lock(node)
         first = held.start - home.delta
         slots = tree.path_device_indices(node)[first : first + len(held)]
-        hits.append(Hit(LocalSegment(held, home.delta, home.block), slots, lock))
+        hits.append(Hit(LocalSegment(held, home.delta, home.block, home.span.start), slots, lock))
     return hits

@@ -16,8 +16,8 @@ def config_of(server_args: Any) -> Config:
 
 def check_cli(server_args: Any) -> None:
     """Fail while the command line is being read, before any model is loaded."""
-    chosen = [flag for flag, value in (server_args._blockreuse or {}).items() if value]
-    if chosen and "blockreuse" not in (server_args.attention_backend, server_args.radix_cache_backend):
+    chosen = [flag for flag, value in server_args._blockreuse.items() if value]
+    if chosen and "blockreuse" not in _backends(server_args):
         raise ConfigError(
             f"--{chosen[0].replace('_', '-')} is given, but neither --attention-backend nor --radix-cache-backend "
             "is blockreuse, so nothing would read it. Launch with `sglang-blockreuse serve`, or name the backends."
@@ -25,3 +25,13 @@ def check_cli(server_args: Any) -> None:
     config = config_of(server_args)
     if config.layers.plan is not None:
         load_plan(config.layers.plan)
+
+
+def _backends(server_args: Any) -> set[str | None]:
+    """Names that the server will look up, as far as the command line decides them."""
+    from sglang.srt.platforms import current_platform
+
+    attention = server_args.attention_backend
+    if attention is None and current_platform.is_out_of_tree():
+        attention = current_platform.get_default_attention_backend()
+    return {attention, server_args.radix_cache_backend}

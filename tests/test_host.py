@@ -1,0 +1,83 @@
+"""What we rely on in SGLang, and that being installed changes nothing for those who do not choose us."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from sglang_blockreuse import host
+from sglang_blockreuse.host import CONTRACT, HostContractError, HostName, check_contract, require_contract
+
+
+def test_the_installed_sglang_offers_every_name():
+    results = check_contract()
+    assert len(results) == len(CONTRACT)
+    assert [f"{r.name}: {r.detail}" for r in results if not r.ok] == []
+
+
+def test_a_missing_name_or_parameter_stops_the_server_by_name(monkeypatch):
+    gone = HostName("sglang.srt.managers.scheduler.Scheduler.no_such_door", "hook", "a test")
+    changed = HostName("sglang.srt.mem_cache.radix_cache.RadixKey.__init__", "call", "a test", ("token_idz",))
+    monkeypatch.setattr(host, "CONTRACT", (*CONTRACT, gone, changed))
+    with pytest.raises(HostContractError, match=r"no_such_door[\s\S]*token_idz"):
+        require_contract()
+
+
+def run(code: str, **env: str) -> str:
+    import os
+
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **env},
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().splitlines()[-1]
+
+
+LOAD = "from sglang.srt.plugins import load_plugins; load_plugins();"
+
+
+def test_registering_hooks_nothing_but_the_command_line():
+    code = LOAD + "from sglang.srt.plugins.hook_registry import HookRegistry as R; print(sorted(R._patched))"
+    assert eval(run(code)) == [
+        "sglang.srt.server_args.ServerArgs.add_cli_args",
+        "sglang.srt.server_args.ServerArgs.from_cli_args",
+    ]
+
+
+def test_registering_imports_the_registration_and_the_platform_only():
+    code = LOAD + "import sys; print(sorted(m for m in sys.modules if m.startswith('sglang_blockreuse.')))"
+    allowed = {"plugin", "platform", "cpu_platform", "cpu_defaults"}
+    assert {name.removeprefix("sglang_blockreuse.") for name in eval(run(code))} <= allowed
+
+
+def test_a_hook_that_is_not_applied_stops_the_server_by_name():
+    """SGLang logs such a hook and goes on; we do not."""
+    code = LOAD + (
+        "from sglang.srt.plugins.hook_registry import HookRegistry as R\n"
+        "from sglang_blockreuse.host import HostContractError, install_hooks\n"
+        "apply = R._apply_target\n"
+        "def broken(target, hooks):\n"
+        "    if target.endswith('LogitsMetadata.from_forward_batch'): raise AttributeError(target)\n"
+        "    apply(target, hooks)\n"
+        "R._apply_target = broken\n"
+        "try: install_hooks()\n"
+        "except HostContractError as error: print(error)\n"
+        "else: print('installed')"
+    )
+    assert "LogitsMetadata.from_forward_batch" in run(code)
+
+
+def test_installing_the_hooks_twice_wraps_once():
+    code = LOAD + (
+        "from sglang_blockreuse.host import install_hooks; install_hooks(); install_hooks()\n"
+        "from sglang.srt.model_executor.model_runner import ModelRunner\n"
+        "print(hasattr(ModelRunner.forward, '__wrapped__'), hasattr(ModelRunner.forward.__wrapped__, '__wrapped__'))"
+    )
+    assert run(code) == "True False"

@@ -43,6 +43,8 @@ def internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
 
 
 def init_forward_batch(original: Callable[..., Any], cls: type, batch: Any, model_runner: Any, **kwargs: Any) -> Any:
+    if not isinstance(batch.tree_cache, BlockReuseCache):
+        return original(cls, batch, model_runner, **kwargs)  # a batch of the host's own, for warm-up
     manager = batch.tree_cache.blocks
     if not batch.forward_mode.is_extend_without_speculative():
         if manager.tags is not None and batch.out_cache_loc is not None:

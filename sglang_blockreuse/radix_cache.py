@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from .blocks.manager import BlockManager, plan_of
 from .blocks.match import Namespace
+from .types import RequestState
 
 
 class BlockReuseCache(UnifiedRadixCache):
@@ -39,20 +40,16 @@ class BlockReuseCache(UnifiedRadixCache):
         local KV must never be found by a request that asked for exact KV, and the tree would
         repoint an exact request's row onto it (its insert removes duplicates by token ids).
         """
-        plan = plan_of(req)
-        first_local = getattr(req, "blockreuse_first_local", None)
-        if plan is not None:
-            first_local = plan.first_local
-            req.blockreuse_first_local = first_local
+        state: RequestState | None = getattr(req, "blockreuse", None)
+        first_local = None if state is None else state.first_local
         super().checkpoint(req, up_to=up_to if first_local is None else min(up_to, first_local), **kwargs)
+        plan = plan_of(req)
         if plan is not None and up_to >= plan.end:
             self.blocks.release(req)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)
         self.blocks.release(req)
-        # the next admission, after a retraction, starts from a fresh row
-        req.blockreuse_first_local = None
         if req.finished():
             self.blocks.compiler.ended(req.rid)
 

@@ -18,6 +18,7 @@ from .blocks.compile import HOME_ID_PREFIX, HomeJob
 from .blocks.manager import BlockManager, plan_of
 from .blocks.request import RequestError
 from .radix_cache import BlockReuseCache
+from .types import RequestState, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -136,27 +137,27 @@ def accept_request(scheduler: Any, req: Req) -> list[Req]:
     """
     cache: BlockReuseCache = scheduler.tree_cache
     manager = cache.blocks
+    jobs: list[HomeJob] = []
     try:
         jobs = manager.accept(req)
-        return [_home_request(scheduler, req, job) for job in jobs] if _queue_has_room(scheduler, jobs) else []
+        if _queue_has_room(scheduler, len(jobs)):
+            return [_home_request(scheduler, req, job) for job in jobs]
+        req.blockreuse.not_compiled = "queue_full"
     except RequestError as error:
         req.set_finish_with_abort(f"blockreuse: {error}", HTTPStatus.BAD_REQUEST, "BadRequestError")
     except Exception:
         logger.exception("blockreuse: request %s is served without block reuse", req.rid)
         manager.metrics.add("errors_total")
         if getattr(req, "blockreuse", None) is not None:
-            req.blockreuse.waits_for.clear()
             req.blockreuse.usage.skipped_reason = "internal_error"
+    for job in jobs:
+        manager.compiler.ended(job.request_id)  # nobody will run it
     return []
 
 
-def _queue_has_room(scheduler: Any, jobs: list[HomeJob]) -> bool:
+def _queue_has_room(scheduler: Any, num_homes: int) -> bool:
     limit = scheduler.max_queued_requests
-    if limit is None or len(scheduler.waiting_queue) + len(jobs) + 1 <= limit:
-        return True
-    for job in jobs:
-        scheduler.tree_cache.blocks.compiler.ended(job.request_id)
-    return False
+    return limit is None or len(scheduler.waiting_queue) + num_homes + 1 <= limit
 
 
 def _home_request(scheduler: Any, req: Req, job: HomeJob) -> Req:
@@ -176,14 +177,8 @@ def _home_request(scheduler: Any, req: Req, job: HomeJob) -> Req:
     )
     home.tokenizer = scheduler.tokenizer
     home.blockreuse_home = True
-    home.blockreuse = dataclasses.replace(
-        req.blockreuse,
-        options=dataclasses.replace(req.blockreuse.options, mode="off", spans=()),
-        waits_for=set(job.waits_for),
-        plan=None,
-        home_slots=[],
-        locks=[],
-    )
+    options = dataclasses.replace(req.blockreuse.options, mode="off", spans=())
+    home.blockreuse = RequestState(options, Usage(mode="off"), waits_for=set(job.waits_for))
     scheduler.init_req_max_new_tokens(home)
     metrics = scheduler.tree_cache.blocks.metrics
     metrics.add("homes_total")

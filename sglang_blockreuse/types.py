@@ -152,7 +152,9 @@ class RequestState:
     options: BlockOptions
     usage: Usage
     compile_prefix: tuple[int, ...] = ()
-    plan: BlockPlan | None = None
+    plan: BlockPlan | None = None  # while the prompt is prefilled
+    first_local: int | None = None  # from here on the row's KV is never published; outlives the plan
+    not_compiled: str | None = None  # why unseen blocks of this request were left unseen
     # slots of each plan segment's home tokens, int64 [len(segment)], position-aligned with the segment
     home_slots: list[Any] = field(default_factory=list)
     locks: list[Any] = field(default_factory=list)  # tree locks on the homes

@@ -117,3 +117,11 @@ def test_tenants_do_not_share_homes(foreign):
         tree.publish(home.tokens)
     assert compiler.jobs_for(tree, homes_of(), PLAIN)[0] == []
     assert len(compiler.jobs_for(tree, homes_of(), foreign)[0]) == 2
+
+
+def test_the_same_text_twice_in_one_prompt_is_one_home():
+    twice = PROMPT[:10] + PROMPT[120:180] + PROMPT[60:110] + PROMPT[60:110]
+    found = homes_of(twice, (Interval(10, 70), Interval(70, 120), Interval(120, 170)))
+    jobs, waits_for = Compiler().jobs_for(DictTree(), found, PLAIN)
+    assert len(found) == 2
+    assert len(jobs) == len(waits_for) == 1

@@ -30,28 +30,30 @@ class Compiler:
 
     def jobs_for(self, tree: Tree, homes: Sequence[Home], namespace: Namespace) -> tuple[list[HomeJob], set[str]]:
         """Jobs that `homes` still need, and the ids of all jobs, new or running, to wait for."""
-        jobs: list[HomeJob] = []
+        unseen: list[tuple[Home, int]] = []
         waits_for: set[str] = set()
-        leader: str | None = None
         for home in homes:
-            key = (namespace, home.tokens.tobytes())
-            if key in self._in_flight:
-                waits_for.add(self._in_flight[key])
+            running = self._in_flight.get((namespace, home.tokens.tobytes()))
+            if running is not None:
+                waits_for.add(running)
                 continue
             length, _ = tree.lookup(home.tokens, namespace)
-            if length >= len(home.tokens):
-                continue
+            if length < len(home.tokens):
+                unseen.append((home, length))
+        jobs: list[HomeJob] = []
+        leader: str | None = None  # computes the compile prefix, the others then hit it instead of repeating it
+        for home, length in unseen:
+            key = (namespace, home.tokens.tobytes())
+            if key in self._in_flight:
+                continue  # the same text twice in one prompt
             request_id = f"{HOME_ID_PREFIX}{self._num_jobs}"
             self._num_jobs += 1
-            # the first home computes the compile prefix, the others then hit it instead of repeating it
-            behind = frozenset((leader,)) if leader and length < home.prefix_len else frozenset()
-            if length < home.prefix_len and leader is None:
-                leader = request_id
-            jobs.append(HomeJob(request_id, home, behind))
-            waits_for.add(request_id)
+            needs_prefix = length < home.prefix_len
+            jobs.append(HomeJob(request_id, home, frozenset((leader,) if leader and needs_prefix else ())))
+            leader = leader or (request_id if needs_prefix else None)
             self._in_flight[key] = request_id
             self._homes[request_id] = key
-        return jobs, waits_for
+        return jobs, waits_for | {job.request_id for job in jobs}
 
     def in_flight(self, request_ids: set[str]) -> set[str]:
         """Those of `request_ids` that have not ended yet."""

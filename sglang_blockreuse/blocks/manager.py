@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 # homes would push out what they are compiled for.
 MAX_COMPILE_SHARE = 0.8
 # Reasons that hold for one admission only; a retracted request is looked up again.
-ADMISSION_VERDICTS = ("not_cached", "exact_prefix")
+ADMISSION_VERDICTS = ("not_cached", "exact_prefix", "pool_too_small", "compile_off", "queue_full")
 
 
 class BlockManager:
@@ -76,10 +76,12 @@ class BlockManager:
             req.origin_input_ids, options.spans[0].start, config=self.config, bos=self._bos
         )
         if self.config.compile == "off":
+            state.not_compiled = "compile_off"
             return []
         wanted = self._homes(req, state)
         num_tokens = len(req.origin_input_ids) + sum(len(h.span) for h in wanted)
         if num_tokens > MAX_COMPILE_SHARE * self._pool_size:
+            state.not_compiled = "pool_too_small"
             return []
         jobs, state.waits_for = self.compiler.jobs_for(self._tree, wanted, _namespace(req))
         return jobs
@@ -120,6 +122,7 @@ class BlockManager:
         if state is None:
             return
         self.release(req)
+        state.first_local = None
         if state.usage.skipped_reason in ADMISSION_VERDICTS:
             state.usage.skipped_reason = None
         start, end = req.prefix_len, len(req.full_untruncated_fill_ids)
@@ -138,7 +141,7 @@ class BlockManager:
         plan = build_plan([h.segment for h in hits], start=start, end=end, options=state.options)
         state.locks = [h.lock for h in hits]
         if plan.copies:
-            state.plan, state.home_slots = plan, [h.slots for h in hits]
+            state.plan, state.home_slots, state.first_local = plan, [h.slots for h in hits], plan.first_local
         else:
             self._unlock(state)
 
@@ -152,11 +155,12 @@ class BlockManager:
         usage.recompute_ratio = round(plan.num_repaired / plan.block_end, 6) if plan else 0.0
         if state.may_reuse() and plan is None:
             covered = state.options.spans[-1].end <= req.prefix_len
-            usage.skipped_reason = "exact_prefix" if covered else "not_cached"
+            usage.skipped_reason = "exact_prefix" if covered else state.not_compiled or "not_cached"
 
     def give_up(self, req: Any, reason: str) -> None:
         """Serve the request without reuse."""
         self.release(req)
+        req.blockreuse.first_local = None
         req.blockreuse.usage.skipped_reason = reason
         self._account(req, req.blockreuse)
 

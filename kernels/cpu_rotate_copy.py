@@ -74,7 +74,9 @@ def _compiled(dtype: torch.dtype, is_neox: bool) -> Callable[..., None]:
         (jit(_bf16_to_float), jit(_float_to_bf16)) if dtype == torch.bfloat16 else (jit(_keep), jit(_keep))
     )
 
-    def rotate_copy_layer(k_SHD: Any, v_SHD: Any, source_T: Any, target_T: Any, cos_TF: Any, sin_TF: Any) -> None:
+    def rotate_copy_layer(
+        k_SHD: Any, v_SHD: Any, source_T: Any, target_T: Any, cos_TF: Any, sin_TF: Any
+    ) -> None:
         num_heads, head_dim, half = k_SHD.shape[1], k_SHD.shape[2], cos_TF.shape[1]
         x, out = np.empty(head_dim, np.float32), np.empty(head_dim, np.float32)
         bits = np.empty(head_dim, k_SHD.dtype)

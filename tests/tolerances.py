@@ -26,6 +26,14 @@ KERNEL_OUT = {
     ("extend_attention", torch.float32): (3e-6, 0.0),
     ("extend_attention", torch.float16): (5e-4, 2**-11),
     ("extend_attention", torch.bfloat16): (4e-3, 2**-8),
+    # bfloat16 pieces are rounded before they merge and again as the result
+    ("cpu_attention", torch.float32): (3e-6, 0.0),
+    ("cpu_attention", torch.bfloat16): (4e-3, 2**-7),
+    # each tag class rounds its output to the dtype and the merge rounds once more
+    ("flashinfer", torch.float16): (1e-3, 2**-10),
+    ("flashinfer", torch.bfloat16): (8e-3, 2**-7),
+    ("flashinfer lse", torch.float16): (1e-5, 1e-6),
+    ("flashinfer lse", torch.bfloat16): (1e-5, 1e-6),
     # float32 sums of exact products and one exponential, relative to a share of the softmax mass
     ("scores", torch.float32): (1e-7, 1e-5),
     ("scores", torch.float16): (1e-7, 1e-5),

@@ -1,0 +1,171 @@
+"""SGLang's attention backend on the CPU: dense attention over the token pool, virtual rows included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from torch import Tensor
+
+from ..kernels.cpu_attention import AttentionPlan, KeyBias, Workspace, plan_attention, run_attention
+
+
+class CpuAttnBackend(AttentionBackend):
+    """Causal grouped attention of decoder layers, planned once per forward.
+
+    A folded extend passes several rows of one request, next to each other and in position order. K and V are
+    written before attention, so such rows see each other. Construction raises NotImplementedError for a model
+    whose attention this does not compute, and names every reason.
+    """
+
+    # Where both are set, logits get alpha on local keys and beta on false sinks; see design rule 6.
+    tags: Tensor | None = None  # uint8, one per slot
+    alpha: float = 0.0
+    beta: float = 0.0
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        reasons = list(_unsupported(runner))
+        if reasons:
+            raise NotImplementedError(
+                "attention backend blockreuse on the CPU computes causal decoder attention over a plain K/V pool, "
+                f"but {'; '.join(reasons)}. Choose --attention-backend torch_native, which reuses no blocks."
+            )
+        self.device = runner.device
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.forward_metadata: AttentionPlan | None = None
+        self.workspace = Workspace()
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Plan the forward for all layers. Raises NotImplementedError for speculative modes."""
+        mode = forward_batch.forward_mode
+        if mode.is_idle():
+            self.forward_metadata = None
+            return
+        requests = forward_batch.req_pool_indices.tolist()
+        if mode.is_decode():
+            extend_lens = [1] * len(requests)
+            prefix_lens = [n - 1 for n in forward_batch.seq_lens.tolist()]
+        elif mode.is_extend_without_speculative() and not mode.is_dllm_extend():
+            extend_lens = forward_batch.extend_seq_lens.tolist()
+            prefix_lens = forward_batch.extend_prefix_lens.tolist()
+        else:
+            raise NotImplementedError(
+                f"attention backend blockreuse on the CPU: forward mode {mode.name} is not supported; "
+                "start the server without speculative decoding and without diffusion decoding."
+            )
+        bias = KeyBias(self.tags, self.alpha, self.beta) if self.tags is not None else None
+        self.forward_metadata = plan_attention(
+            self.req_to_token_pool.req_to_token, requests, prefix_lens, extend_lens, bias=bias
+        )
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attention of [T, Q * D] queries in their dtype; writes k and v [T, H, D] to their slots first."""
+        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        """As `forward_decode`, for rows of any number of tokens."""
+        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+
+    def _forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool,
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        unknown = sorted(name for name, value in kwargs.items() if value is not None)
+        if unknown:
+            raise NotImplementedError(
+                f"attention backend blockreuse on the CPU: layer {layer.layer_id} passes {', '.join(unknown)}, "
+                "which would be ignored. Choose --attention-backend torch_native."
+            )
+        if save_kv_cache and k is not None and v is not None:
+            self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+        plan = self.forward_metadata
+        if plan is None:
+            raise RuntimeError(
+                "attention backend blockreuse: init_forward_metadata was not called for this batch"
+            )
+        q = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
+        out = torch.empty_like(q)
+        run_attention(
+            plan,
+            q,
+            self.token_to_kv_pool.get_key_buffer(layer.layer_id),
+            self.token_to_kv_pool.get_value_buffer(layer.layer_id),
+            out,
+            scale=layer.scaling,
+            workspace=self.workspace,
+        )
+        return out.view(out.shape[0], -1)
+
+    def support_triton(self) -> bool:
+        return False
+
+
+def _unsupported(runner: Any) -> Iterator[str]:
+    """What in the model, the pool or the server's settings this backend would compute wrongly."""
+    config, pool = runner.model_config, runner.token_to_kv_pool
+    if config.attention_arch != AttentionArch.MHA:
+        yield f"the model's attention is {config.attention_arch.name}"
+    if config.is_encoder_decoder:
+        yield "the model is an encoder-decoder"
+    if config.is_hybrid_swa:
+        yield "the model has a pool of its own for sliding windows"
+    if config.has_attention_sinks:
+        yield "the model has attention sinks"
+    pool_dtype, key_buffer = getattr(pool, "store_dtype", None), getattr(pool, "k_buffer", None)
+    if not key_buffer:
+        yield f"the pool is a {type(pool).__name__} without k_buffer"
+    elif pool_dtype != config.dtype:
+        yield f"the pool holds {pool_dtype} and the model computes in {config.dtype} (set --kv-cache-dtype auto)"
+    elif key_buffer[0].dim() != 3:
+        yield f"the pool's layout is {tuple(key_buffer[0].shape)}, not [slots, heads, head dim]"
+    layers = [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
+    yield from sorted({reason for layer in layers for reason in unsupported_layer(layer)})
+
+
+def unsupported_layer(layer: Any) -> Iterator[str]:
+    """What this backend would compute wrongly in one of the host's attention layers."""
+    if layer.is_cross_attention:
+        yield "a layer is cross attention"
+    if layer.attn_type != AttentionType.DECODER:
+        yield f"a layer's attention type is {layer.attn_type.value}"
+    if layer.sliding_window_size > -1:
+        yield f"a layer has a sliding window of {layer.sliding_window_size}"
+    if layer.logit_cap > 0:
+        yield f"a layer caps its logits at {layer.logit_cap}"
+    if layer.qk_head_dim != layer.v_head_dim:
+        yield f"a layer's head dims differ: {layer.qk_head_dim} for keys, {layer.v_head_dim} for values"
+    if layer.xai_temperature_len > 0:
+        yield f"a layer scales its logits from position {layer.xai_temperature_len}"
+    if layer.pos_encoding_mode != "NONE":
+        yield f"a layer encodes positions in attention ({layer.pos_encoding_mode})"

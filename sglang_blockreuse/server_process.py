@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import signal
@@ -20,6 +21,7 @@ import requests
 
 HOST = "127.0.0.1"
 POLL_S = 0.25
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 STOP_GRACE_S = 10.0
 # Lines of SGLang's log, in the order in which a server prints them while it starts.
 START_MARKS = (
@@ -110,6 +112,7 @@ def running_server(
             env={**os.environ, **(env or {})},
             # its own group: Ctrl-C reaches us alone, and we stop the server in order
             start_new_session=True,
+            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
         )
     server = Server(url=f"http://{HOST}:{port}", log=log, pid=process.pid)
     try:
@@ -141,6 +144,11 @@ def stop_tree(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def _die_with_parent() -> None:
+    """Runs in the child: have the kernel end it when we are killed and cannot stop it ourselves."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait_until_ready(

@@ -1,0 +1,109 @@
+"""The CPU platform: SGLang on a plain CPU, on PyTorch's operators alone.
+
+It gives defaults where the user gave none and refuses, by name, what would need compiled kernels.
+SGLang asks for its platform while `sglang` itself is being imported, so only sglang.srt.platforms is imported
+here, and who imports this file imports `sglang` first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+from .cpu_defaults import MAX_RUNNING_REQUESTS, free_memory_bytes, kv_pool_tokens, set_thread_defaults
+
+ATTENTION_BACKENDS = ("blockreuse", "torch_native")
+KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16")
+
+
+class UnsupportedOnCpuError(ValueError):
+    """A setting or a model needs an accelerator or compiled kernels."""
+
+
+class CpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """SGLang's CPU device operations, without graph capture, Triton or compiled kernels."""
+
+    _enum = PlatformEnum.OOT
+    capabilities = PlatformCapabilities()
+
+    def get_device(self, device_id: int = 0) -> str:
+        # SGLang splits this name at ":", so it must be a string and not a torch.device
+        return "cpu"
+
+    def get_default_attention_backend(self) -> str:
+        return ATTENTION_BACKENDS[0]
+
+    def get_current_memory_usage(self, device: Any = None) -> float:
+        """Bytes that are not free for this process; total minus this is what SGLang takes as free."""
+        return float(self.get_device_total_memory() - free_memory_bytes())
+
+    def get_quantization_config(self, quantization: str) -> None:
+        raise UnsupportedOnCpuError(
+            f"quantization {quantization!r} needs compiled kernels, which the CPU platform does not have. "
+            "Serve an unquantised checkpoint (bfloat16 or float32), or use a machine with an accelerator."
+        )
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        from sglang.srt.arg_groups.overrides import model_config_of
+
+        model = model_config_of(server_args)
+        given = server_args._raw_input  # what the user asked for, before SGLang's own defaults
+        refuse_unsupported(server_args, given, model)
+        if given["attention_backend"] is None:
+            server_args.attention_backend = self.get_default_attention_backend()
+        if server_args.max_running_requests is None:
+            server_args.max_running_requests = MAX_RUNNING_REQUESTS
+        if server_args.max_total_tokens is None:
+            server_args.max_total_tokens = kv_pool_tokens(
+                context_len=model.context_len,
+                max_running_requests=server_args.max_running_requests,
+                bytes_per_token=kv_bytes_per_token(model, tp_size=server_args.tp_size),
+                free_bytes=free_memory_bytes() // num_ranks(server_args),
+            )
+        # an idle scheduler would spin on a core that requests, tokenizer and other programs need
+        server_args.sleep_on_idle = True
+        set_thread_defaults(num_ranks(server_args))
+
+
+def refuse_unsupported(server_args: Any, given: dict[str, Any], model: Any) -> None:
+    """Raise UnsupportedOnCpuError, which names value, allowed values and way out, for what cannot work."""
+    from sglang.srt.configs.model_config import AttentionArch
+
+    device = server_args.device
+    if device != "cpu":
+        raise UnsupportedOnCpuError(
+            f"--device {device}: no such accelerator was found, and the CPU platform serves only cpu. "
+            "Leave --device away, or check the driver and the PyTorch build."
+        )
+    for flag in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        if given[flag] not in (None, *ATTENTION_BACKENDS):
+            raise UnsupportedOnCpuError(
+                f"--{flag.replace('_', '-')} {given[flag]} needs an accelerator or compiled kernels. "
+                f"Allowed on the CPU platform: {', '.join(ATTENTION_BACKENDS)}."
+            )
+    if server_args.kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise UnsupportedOnCpuError(
+            f"--kv-cache-dtype {server_args.kv_cache_dtype} needs compiled kernels. "
+            f"Allowed on the CPU platform: {', '.join(KV_CACHE_DTYPES)}."
+        )
+    if model.attention_arch != AttentionArch.MHA:
+        raise UnsupportedOnCpuError(
+            f"{model.hf_config.architectures[0]} uses {AttentionArch(model.attention_arch).name} attention, whose "
+            "kernels need an accelerator. The CPU platform serves models with multi-head or grouped-query "
+            "attention (Llama, Qwen2, Qwen3, …)."
+        )
+
+
+def num_ranks(server_args: Any) -> int:
+    """Scheduler processes that share this machine."""
+    ranks = server_args.tp_size * server_args.pp_size * server_args.dp_size
+    return max(1, int(ranks) // max(1, int(server_args.nnodes)))
+
+
+def kv_bytes_per_token(model: Any, *, tp_size: int) -> int:
+    """Bytes of K and V that one token takes in the pool of one rank."""
+    heads = model.get_num_kv_heads(tp_size)
+    return int(model.num_attention_layers * heads * (model.head_dim + model.v_head_dim) * model.dtype.itemsize)

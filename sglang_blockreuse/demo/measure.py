@@ -1,0 +1,68 @@
+"""One pass over one server: warm up, time every prompt, then score the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..server_process import Server
+from .client import EndOfTurn, Position, Timed, score, time_prompt
+from .prompts import Prompt
+
+NUM_TOP = 50  # support of the compared distributions
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What both servers get."""
+
+    warm_up: tuple[Prompt, ...]  # shows every document once
+    measured: tuple[Prompt, ...]
+    num_new_tokens: int
+    num_scored: int  # answer tokens whose distributions are compared
+    end: EndOfTurn
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one server did with the workload; `timed` and `scored` belong to `Workload.measured`."""
+
+    warm_up: tuple[Timed, ...]
+    timed: tuple[Timed, ...]
+    scored: tuple[tuple[Position, ...], ...]
+
+
+def run_stock(server: Server, work: Workload, tick: Callable[[str], None]) -> Pass:
+    """Measure the stock server; its own answers are the continuations that both servers are scored on."""
+    warm_up, timed = _time_all(server, work, tick, marked=False)
+    scored = []
+    for prompt, answer in zip(work.measured, timed, strict=True):
+        forced = answer.answer_ids[: work.num_scored]
+        scored.append(tuple(score(server, prompt, forced, marked=False, num_top=NUM_TOP)))
+        tick("score")
+    return Pass(warm_up, timed, tuple(scored))
+
+
+def run_extended(server: Server, work: Workload, stock: Pass, tick: Callable[[str], None]) -> Pass:
+    """Measure our server on the same prompts with their documents marked, along the stock server's answers."""
+    warm_up, timed = _time_all(server, work, tick, marked=True)
+    scored = []
+    for prompt, answer, reference in zip(work.measured, stock.timed, stock.scored, strict=True):
+        forced = answer.answer_ids[: work.num_scored]
+        support = sorted({token for position in reference for token in position.logprobs})
+        scored.append(tuple(score(server, prompt, forced, marked=True, num_top=NUM_TOP, token_ids=support)))
+        tick("score")
+    return Pass(warm_up, timed, tuple(scored))
+
+
+def _time_all(
+    server: Server, work: Workload, tick: Callable[[str], None], *, marked: bool
+) -> tuple[tuple[Timed, ...], tuple[Timed, ...]]:
+    def timed(prompts: Sequence[Prompt], what: str) -> tuple[Timed, ...]:
+        answers = []
+        for prompt in prompts:
+            answers.append(time_prompt(server, prompt, marked=marked, num_new_tokens=work.num_new_tokens, end=work.end))
+            tick(what)
+        return tuple(answers)
+
+    return timed(work.warm_up, "warm up"), timed(work.measured, "time")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import defaultdict
 from typing import Any
 
 from .types import Usage
@@ -17,6 +17,7 @@ SERIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "home_tokens_total": ("Tokens of compiled home sequences.", ()),
     "rows_total": ("Virtual rows run in prefill forwards.", ()),
     "copied_tokens_total": ("Tokens whose KV was taken over from a home.", ()),
+    "copy_seconds_total": ("Host seconds spent on taking KV over.", ()),
     "errors_total": ("Requests served without reuse because of an internal error.", ()),
 }
 
@@ -25,7 +26,7 @@ class Metrics:
     """Counts in plain integers; mirrors them to Prometheus where SGLang exports metrics."""
 
     def __init__(self, labels: dict[str, Any] | None = None) -> None:
-        self.counts: Counter[str] = Counter()
+        self.counts: dict[str, float] = defaultdict(int)
         self._labels = labels or {}
         self._series: dict[str, Any] = {}
         # SGLang sets the variable before its first import of prometheus_client, and so must we
@@ -37,14 +38,14 @@ class Metrics:
                 for name, (text, extra) in SERIES.items()
             }
 
-    def add(self, name: str, amount: int = 1, **labels: str) -> None:
+    def add(self, name: str, amount: float = 1, **labels: str) -> None:
         self.counts[" ".join((name, *labels.values()))] += amount
         if name in self._series:
             series = self._series[name]
             series = series.labels(**self._labels, **labels) if self._labels or labels else series
             series.inc(amount)
 
-    def forward(self, *, num_rows: int, num_computed: int, num_copied: int) -> None:
+    def forward(self, *, num_rows: int, num_copied: int) -> None:
         self.add("rows_total", num_rows)
         self.add("copied_tokens_total", num_copied)
 

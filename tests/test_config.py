@@ -37,7 +37,9 @@ def test_the_keys_are_frozen():
 
 def test_yaml_and_json_read_alike(tmp_path):
     from_yaml = load_config(write(tmp_path, "blocks: {tau: 12, alpha: -0.5}\nlayers: {plan: full}\n"))
-    from_json = load_config(write(tmp_path, json.dumps({"blocks": {"tau": 12, "alpha": -0.5}, "layers": {"plan": "full"}})))
+    from_json = load_config(
+        write(tmp_path, json.dumps({"blocks": {"tau": 12, "alpha": -0.5}, "layers": {"plan": "full"}}))
+    )
     assert from_yaml == from_json
     assert (from_yaml.blocks.tau, from_yaml.blocks.alpha, from_yaml.layers.plan) == (12, -0.5, "full")
 

@@ -53,7 +53,10 @@ def test_bits_equal_the_reference(dtype, is_neox, head_dim, rotary, num_heads, n
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rotating_by_zero_moves_the_bits_untouched(dtype):
-    (k,), (v,) = pools(dtype, num_slots=8, num_heads=2, head_dim=16, layers=1), pools(dtype, num_slots=8, num_heads=2, head_dim=16, layers=1, seed=1)
+    (k,), (v,) = (
+        pools(dtype, num_slots=8, num_heads=2, head_dim=16, layers=1),
+        pools(dtype, num_slots=8, num_heads=2, head_dim=16, layers=1, seed=1),
+    )
     k[1, 0, 0], k[1, 0, 1] = float("nan"), -0.0
     cos, sin = torch.ones(1, 8), torch.zeros(1, 8)
     cpu_rotate_copy.rotate_copy([k], [v], torch.tensor([1]), torch.tensor([5]), cos, sin)

@@ -81,3 +81,18 @@ def test_installing_the_hooks_twice_wraps_once():
         "print(hasattr(ModelRunner.forward, '__wrapped__'), hasattr(ModelRunner.forward.__wrapped__, '__wrapped__'))"
     )
     assert run(code) == "True False"
+
+
+def test_the_metric_names_are_frozen():
+    from sglang_blockreuse.metrics import SERIES
+
+    assert {name: labels for name, (_, labels) in SERIES.items()} == {
+        "tokens_total": ("kind",),
+        "requests_total": ("outcome",),
+        "homes_total": (),
+        "home_tokens_total": (),
+        "rows_total": (),
+        "copied_tokens_total": (),
+        "copy_seconds_total": (),
+        "errors_total": (),
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -204,7 +205,7 @@ class BlockManager:
         ):
             return batch, None
         folded, fold = fold_batch(batch, runs_per_request)
-        self.metrics.forward(num_rows=fold.num_rows, num_computed=sum(fold.tokens), num_copied=num_copied)
+        self.metrics.forward(num_rows=fold.num_rows, num_copied=num_copied)
         logger.info(
             "blockreuse: %d requests in %d rows, %d tokens computed, %d copied, %d in exact prefixes",
             len(batch.reqs),
@@ -220,7 +221,10 @@ class BlockManager:
         assert state.plan is not None
         if self.tags is not None:
             self.tags.loaded(state.plan, row_slots, low, high)
-        return self._loader.load(state, row_slots, low, high)
+        started = time.perf_counter()
+        num_copied = self._loader.load(state, row_slots, low, high)
+        self.metrics.add("copy_seconds_total", time.perf_counter() - started)
+        return num_copied
 
     def _homes(self, req: Any, state: RequestState) -> list[Home]:
         return homes(

@@ -118,6 +118,8 @@ def check_rotate_copy(
     sin_TF: Tensor,
 ) -> None:
     """Raises ValueError for operands of `rotate_copy` whose shapes disagree; reads no tensor data."""
+    if not all(pool.is_floating_point() for pool in k_layers):
+        raise ValueError("a key pool holds integers; pass a float8 pool as a view of its float8 type")
     if len(k_layers) != len(v_layers):
         raise ValueError(
             f"{len(k_layers)} key pools but {len(v_layers)} value pools; pass one of each per layer"

@@ -1,0 +1,61 @@
+"""Kernel tests that run in Triton's interpreter; `tests/test_kernels_interpreter.py` starts them.
+
+The interpreter is chosen by TRITON_INTERPRET=1 before triton is first imported, so these files are only collected
+in a process of their own:  TRITON_INTERPRET=1 pytest tests/kernels
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).parents[1]))  # tests/, for the tolerance table
+from tolerances import KERNEL_OUT
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    collect_ignore_glob = ["test_*.py"]
+
+MAX_ERRORS: pytest.StashKey[dict[tuple[str, torch.dtype], float]] = pytest.StashKey()
+
+CheckClose = Callable[[str, torch.dtype, Tensor, Tensor], None]
+
+
+@pytest.fixture(scope="session")
+def check_close(pytestconfig: pytest.Config) -> CheckClose:
+    """Compares with the float64 reference under the tolerance table and keeps the largest error seen."""
+    errors = pytestconfig.stash.setdefault(MAX_ERRORS, {})
+
+    def check(kernel: str, dtype: torch.dtype, got: Tensor, expected: Tensor) -> None:
+        got, expected = got.double(), expected.double()
+        assert torch.equal(got.isfinite(), expected.isfinite()), (
+            f"{kernel}: poison or a wrong -inf in the result"
+        )
+        finite = expected.isfinite()
+        assert torch.equal(got[~finite], expected[~finite])
+        error = (got[finite] - expected[finite]).abs()
+        if error.numel() == 0:
+            return
+        absolute, relative = KERNEL_OUT[kernel, dtype]
+        excess = error - absolute - relative * expected[finite].abs()
+        assert excess.max() <= 0, (
+            f"{kernel} {dtype}: error {error.max():.3g}, allowed {absolute} + {relative} |x|"
+        )
+        errors[kernel, dtype] = max(errors.get((kernel, dtype), 0.0), error.max().item())
+
+    return check
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    errors = config.stash.get(MAX_ERRORS, {})
+    for (kernel, dtype), error in sorted(errors.items(), key=str):
+        absolute, relative = KERNEL_OUT[kernel, dtype]
+        name = f"{kernel} {str(dtype).removeprefix('torch.')}"
+        terminalreporter.write_line(
+            f"max error {name:32} {error:.2e}  allowed {absolute:g} + {relative:g} |x|"
+        )

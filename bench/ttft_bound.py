@@ -35,7 +35,9 @@ NUM_DOCUMENTS, PER_PROMPT = 12, 8
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prompts", type=int, default=12, help="measured prompts (default: %(default)s)")
     parser.add_argument("--model-path", type=Path, help="default: SmolLM2-135M-Instruct, made if missing")
     parser.add_argument("--seed", type=int, default=0)
@@ -53,7 +55,9 @@ def measure(model: Path, num_prompts: int, seed: int) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(model)
     end = EndOfTurn(tokenizer.eos_token_id, tokenizer.eos_token)
     documents = make_documents(
-        NUM_DOCUMENTS, seed=seed, num_tokens=lambda t: len(tokenizer(t, add_special_tokens=False)["input_ids"])
+        NUM_DOCUMENTS,
+        seed=seed,
+        num_tokens=lambda t: len(tokenizer(t, add_special_tokens=False)["input_ids"]),
     )
     maker = PromptMaker(tokenizer, documents)
     warm_up = warm_up_prompts(maker, NUM_DOCUMENTS, per_prompt=PER_PROMPT)
@@ -92,7 +96,9 @@ def measure(model: Path, num_prompts: int, seed: int) -> dict[str, Any]:
                 tail = [rng.randrange(100, 40_000) for _ in range(num_computed)]
                 extended = Prompt((*prompt.input_ids[:-num_computed], *tail), (), (), "", "")
                 bound = first_token(server, extended, marked=False)
-                assert bound.cached_tokens == len(prompt.input_ids) - num_computed, "the bound missed its prefix"
+                assert bound.cached_tokens == len(prompt.input_ids) - num_computed, (
+                    "the bound missed its prefix"
+                )
                 row["bound_ms"] = bound.ttft_ms
     return {"environment": environment.describe(), "seed": seed, "model": model.name, "prompts": rows}
 
@@ -111,7 +117,16 @@ def report(results: dict[str, Any]) -> str:
 
     stock_ratio = statistics.median(row["stock_ms"] / row["ours_ms"] for row in rows)
     bound_ratio = statistics.median(row["ours_ms"] / row["bound_ms"] for row in rows)
-    lines = [f"{'tokens':>7} {'prefix':>7} {'reused':>7} {'computed':>9} {'stock ms':>9} {'ours ms':>8} {'bound ms':>9}"]
+    columns = {
+        "tokens": 7,
+        "prefix": 7,
+        "reused": 7,
+        "computed": 9,
+        "stock ms": 9,
+        "ours ms": 8,
+        "bound ms": 9,
+    }
+    lines = [" ".join(name.rjust(width) for name, width in columns.items())]
     lines += [
         f"{r['tokens']:>7} {r['prefix']:>7} {r['reused']:>7} {r['computed']:>9} "
         f"{r['stock_ms']:>9.0f} {r['ours_ms']:>8.0f} {r['bound_ms']:>9.0f}"
@@ -119,8 +134,8 @@ def report(results: dict[str, Any]) -> str:
     ]
     rest = median("ours_ms") - median("bound_ms")
     lines += [
-        f"median: stock {median('stock_ms'):.0f} ms, ours {median('ours_ms'):.0f} ms, bound {median('bound_ms'):.0f} ms; "
-        f"|T|/N {100 * median('repaired_share'):.1f} %",
+        f"median: stock {median('stock_ms'):.0f} ms, ours {median('ours_ms'):.0f} ms, "
+        f"bound {median('bound_ms'):.0f} ms; |T|/N {100 * median('repaired_share'):.1f} %",
         f"stock / ours {stock_ratio:.1f}, ours / bound {bound_ratio:.2f}; "
         f"ours - bound {rest:+.0f} ms, of which copying KV {median('copy_ms'):.0f} ms",
     ]

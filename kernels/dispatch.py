@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from . import reference, reference_select
+from . import cpu_rotate_copy, reference, reference_select
 from .reference_select import Heads, Int4Keys, Keys
 
 if TYPE_CHECKING:
@@ -155,7 +155,12 @@ class Dispatcher:
         """See `reference.rotate_copy`; a `PoolTable` made once spares the Triton kernel its address tables."""
         k_layers, v_layers = _pools(k_pools), _pools(v_pools)
         operands = Operands.of(k_layers[0], k_layers[0], 1)
-        if self.kind_for("rotate_copy", operands) == "triton":
+        if self.choice != "reference" and cpu_rotate_copy.covers(k_layers[0]):
+            self._log_once("rotate_copy", "compiled CPU", None)
+            cpu_rotate_copy.rotate_copy(
+                k_layers, v_layers, src_slots_T, dst_slots_T, cos_TF, sin_TF, is_neox=is_neox
+            )
+        elif self.kind_for("rotate_copy", operands) == "triton":
             _triton("rotate_copy")(
                 k_pools, v_pools, src_slots_T, dst_slots_T, cos_TF, sin_TF, is_neox=is_neox
             )

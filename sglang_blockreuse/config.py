@@ -110,7 +110,12 @@ def _check(config: Config, source: str) -> None:
     for key in ("alpha", "beta"):
         value = getattr(blocks, key)
         if not math.isfinite(value) or value > 0:
-            fail(key, value, "it takes weight away from unrepaired keys: finite and not above 0", "Use 0 for off.")
+            fail(
+                key,
+                value,
+                "it takes weight away from unrepaired keys: finite and not above 0",
+                "Use 0 for off.",
+            )
     for key in ("separator", "auto", "guard"):
         if getattr(blocks, key):
             fail(

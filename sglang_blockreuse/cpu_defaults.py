@@ -16,7 +16,9 @@ KV_POOL_MEMORY_SHARE = 0.25
 CGROUP = Path("/sys/fs/cgroup")
 
 
-def kv_pool_tokens(*, context_len: int, max_running_requests: int, bytes_per_token: int, free_bytes: int) -> int:
+def kv_pool_tokens(
+    *, context_len: int, max_running_requests: int, bytes_per_token: int, free_bytes: int
+) -> int:
     """Tokens of the KV pool: every running request at full context, within a share of the free memory.
 
     SGLang still lowers the figure if less is free once the weights are loaded.

@@ -41,10 +41,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return float(self.get_device_total_memory() - free_memory_bytes())
 
     def get_quantization_config(self, quantization: str) -> None:
-        raise UnsupportedOnCpuError(
-            f"quantization {quantization!r} needs compiled kernels, which the CPU platform does not have. "
-            "Serve an unquantised checkpoint (bfloat16 or float32), or use a machine with an accelerator."
-        )
+        refuse_quantization(quantization)
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         from sglang.srt.arg_groups.overrides import model_config_of
@@ -60,7 +57,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.max_total_tokens = kv_pool_tokens(
                 context_len=model.context_len,
                 max_running_requests=server_args.max_running_requests,
-                bytes_per_token=kv_bytes_per_token(model, tp_size=server_args.tp_size),
+                bytes_per_token=kv_bytes_per_token(model, server_args),
                 free_bytes=free_memory_bytes() // num_ranks(server_args),
             )
         # an idle scheduler would spin on a core that requests, tokenizer and other programs need
@@ -70,6 +67,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 def refuse_unsupported(server_args: Any, given: dict[str, Any], model: Any) -> None:
     """Raise UnsupportedOnCpuError, which names value, allowed values and way out, for what cannot work."""
+    import torch.distributed
     from sglang.srt.configs.model_config import AttentionArch
 
     device = server_args.device
@@ -78,17 +76,30 @@ def refuse_unsupported(server_args: Any, given: dict[str, Any], model: Any) -> N
             f"--device {device}: no such accelerator was found, and the CPU platform serves only cpu. "
             "Leave --device away, or check the driver and the PyTorch build."
         )
+    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+        raise UnsupportedOnCpuError(
+            f"torch {torch.__version__} was built without gloo, through which SGLang's processes meet on a CPU. "
+            "Install a standard build of PyTorch."
+        )
     for flag in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
         if given[flag] not in (None, *ATTENTION_BACKENDS):
             raise UnsupportedOnCpuError(
                 f"--{flag.replace('_', '-')} {given[flag]} needs an accelerator or compiled kernels. "
                 f"Allowed on the CPU platform: {', '.join(ATTENTION_BACKENDS)}."
             )
+    if server_args.speculative_algorithm is not None:
+        raise UnsupportedOnCpuError(
+            f"--speculative-algorithm {server_args.speculative_algorithm} verifies drafts with compiled kernels. "
+            "Leave it away on the CPU platform."
+        )
     if server_args.kv_cache_dtype not in KV_CACHE_DTYPES:
         raise UnsupportedOnCpuError(
             f"--kv-cache-dtype {server_args.kv_cache_dtype} needs compiled kernels. "
             f"Allowed on the CPU platform: {', '.join(KV_CACHE_DTYPES)}."
         )
+    # from the flag or from the checkpoint itself
+    if model.quantization is not None:
+        refuse_quantization(model.quantization)
     if model.attention_arch != AttentionArch.MHA:
         raise UnsupportedOnCpuError(
             f"{model.hf_config.architectures[0]} uses {AttentionArch(model.attention_arch).name} attention, whose "
@@ -97,13 +108,21 @@ def refuse_unsupported(server_args: Any, given: dict[str, Any], model: Any) -> N
         )
 
 
+def refuse_quantization(quantization: str) -> None:
+    raise UnsupportedOnCpuError(
+        f"quantization {quantization!r} needs compiled kernels, which the CPU platform does not have. "
+        "Serve an unquantised checkpoint (bfloat16 or float32), or use a machine with an accelerator."
+    )
+
+
 def num_ranks(server_args: Any) -> int:
     """Scheduler processes that share this machine."""
     ranks = server_args.tp_size * server_args.pp_size * server_args.dp_size
     return max(1, int(ranks) // max(1, int(server_args.nnodes)))
 
 
-def kv_bytes_per_token(model: Any, *, tp_size: int) -> int:
+def kv_bytes_per_token(model: Any, server_args: Any) -> int:
     """Bytes of K and V that one token takes in the pool of one rank."""
-    heads = model.get_num_kv_heads(tp_size)
-    return int(model.num_attention_layers * heads * (model.head_dim + model.v_head_dim) * model.dtype.itemsize)
+    layers = -(-model.num_attention_layers // server_args.pp_size)
+    heads = model.get_num_kv_heads(server_args.tp_size)
+    return int(layers * heads * (model.head_dim + model.v_head_dim) * model.dtype.itemsize)

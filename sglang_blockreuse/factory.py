@@ -11,6 +11,7 @@ from .blocks.rope import UnsupportedRope, find_ropes
 from .blocks.tags import SlotTags
 from .config import Config
 from .host import install_hooks, require_contract
+from .kernels.dispatch import Dispatcher
 from .metrics import Metrics
 from .settings import config_of
 
@@ -78,7 +79,11 @@ def check_server(ctx: Any) -> None:
             "token, which a copied token does not have",
             "Drop --speculative-algorithm.",
         ),
-        (parallel.pp_size > 1, f"--pp-size is {parallel.pp_size}, but pipelines are not supported", "Use --pp-size 1."),
+        (
+            parallel.pp_size > 1,
+            f"--pp-size is {parallel.pp_size}, but pipelines are not supported",
+            "Use --pp-size 1.",
+        ),
         (
             getattr(parallel, "attn_dp_size", 1) > 1,
             "DP attention counts tokens per rank before rows are folded",
@@ -128,7 +133,7 @@ def _loader(ctx: Any, config: Config) -> tuple[KvLoader | None, str | None]:
             raise
         logger.warning("blockreuse: serving without block reuse: %s", error)
         return None, "unsupported_model"
-    return KvLoader(pool.k_buffer, pool.v_buffer, groups), None
+    return KvLoader(pool.k_buffer, pool.v_buffer, groups, Dispatcher(config.kernels)), None
 
 
 def _tags(ctx: Any, config: Config) -> SlotTags | None:
@@ -143,7 +148,9 @@ def _tags(ctx: Any, config: Config) -> SlotTags | None:
             "add terms to logits yet; only the CPU backend does. Set both to 0."
         )
     pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
-    tags = SlotTags(pool.k_buffer[0].shape[0], num_sinks=blocks.num_true_sinks, device=pool.k_buffer[0].device)
+    tags = SlotTags(
+        pool.k_buffer[0].shape[0], num_sinks=blocks.num_true_sinks, device=pool.k_buffer[0].device
+    )
     backend.tags, backend.alpha, backend.beta = tags.values_S, blocks.alpha, blocks.beta
     return tags
 

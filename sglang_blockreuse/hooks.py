@@ -25,7 +25,9 @@ def output_streamer_class(result: Any, scheduler: Any) -> Any:
     return streamer_class(result)
 
 
-def add_request_to_queue(original: Callable[..., None], scheduler: Any, req: Any, is_retracted: bool = False) -> None:
+def add_request_to_queue(
+    original: Callable[..., None], scheduler: Any, req: Any, is_retracted: bool = False
+) -> None:
     # a retracted request keeps its marks; a request that already failed has none worth reading
     if not is_retracted and getattr(req, "blockreuse", None) is None and req.to_finish is None:
         for home in accept_request(scheduler, req):
@@ -42,7 +44,9 @@ def internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
     return result
 
 
-def init_forward_batch(original: Callable[..., Any], cls: type, batch: Any, model_runner: Any, **kwargs: Any) -> Any:
+def init_forward_batch(
+    original: Callable[..., Any], cls: type, batch: Any, model_runner: Any, **kwargs: Any
+) -> Any:
     if not isinstance(batch.tree_cache, BlockReuseCache):
         return original(cls, batch, model_runner, **kwargs)  # a batch of the host's own, for warm-up
     manager = batch.tree_cache.blocks
@@ -73,7 +77,9 @@ def logits_metadata(original: Callable[..., Any], cls: type, forward_batch: Any)
     return original(cls, per_request)
 
 
-def after_model_forward(result: Any, model_runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
+def after_model_forward(
+    result: Any, model_runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
+) -> None:
     fold = fold_of(forward_batch)
     if fold is not None:
         unfold(forward_batch, fold)

@@ -30,14 +30,21 @@ class HostName:
 
 _SRT = "sglang.srt."
 CONTRACT: tuple[HostName, ...] = (
-    HostName(_SRT + "arg_groups.choices.add_attention_backend_choices", "registry", "name on the command line"),
+    HostName(
+        _SRT + "arg_groups.choices.add_attention_backend_choices", "registry", "name on the command line"
+    ),
     HostName(
         _SRT + "layers.attention.attention_registry.register_attention_backend",
         "registry",
         "attention backend",
         ("name",),
     ),
-    HostName(_SRT + "mem_cache.registry.register_radix_cache_backend", "registry", "radix cache", ("name", "factory")),
+    HostName(
+        _SRT + "mem_cache.registry.register_radix_cache_backend",
+        "registry",
+        "radix cache",
+        ("name", "factory"),
+    ),
     HostName(
         _SRT + "mem_cache.registry.create_unified_radix_cache",
         "call",
@@ -45,7 +52,9 @@ CONTRACT: tuple[HostName, ...] = (
         ("ctx", "cache_class"),
     ),
     HostName(_SRT + "server_args.ServerArgs.add_cli_args", "hook", "our two flags", ("parser",)),
-    HostName(_SRT + "server_args.ServerArgs.from_cli_args", "hook", "their values reach every process", ("args",)),
+    HostName(
+        _SRT + "server_args.ServerArgs.from_cli_args", "hook", "their values reach every process", ("args",)
+    ),
     HostName(
         _SRT + "mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint",
         "subclass",
@@ -76,8 +85,15 @@ CONTRACT: tuple[HostName, ...] = (
         "slots of a home",
         ("self",),
     ),
-    HostName(_SRT + "mem_cache.unified_radix_cache.UnifiedRadixCache.lock", "call", "homes stay", ("self", "node_id")),
-    HostName(_SRT + "mem_cache.unified_radix_cache.UnifiedRadixCache.unlock", "call", "homes go", ("self", "lock")),
+    HostName(
+        _SRT + "mem_cache.unified_radix_cache.UnifiedRadixCache.lock",
+        "call",
+        "homes stay",
+        ("self", "node_id"),
+    ),
+    HostName(
+        _SRT + "mem_cache.unified_radix_cache.UnifiedRadixCache.unlock", "call", "homes go", ("self", "lock")
+    ),
     HostName(
         _SRT + "mem_cache.radix_cache.RadixKey.__init__",
         "call",
@@ -85,7 +101,10 @@ CONTRACT: tuple[HostName, ...] = (
         ("self", "token_ids", "extra_key", "cache_salt"),
     ),
     HostName(
-        _SRT + "managers.schedule_policy.PrefillAdder.add_one_req", "subclass", "hold, plan, admit", ("self", "req")
+        _SRT + "managers.schedule_policy.PrefillAdder.add_one_req",
+        "subclass",
+        "hold, plan, admit",
+        ("self", "req"),
     ),
     HostName(
         _SRT + "managers.schedule_policy.PrefillAdder._select_prefill_admission",
@@ -100,7 +119,8 @@ CONTRACT: tuple[HostName, ...] = (
         ("self", "req"),
     ),
     HostName(
-        _SRT + "managers.scheduler_components.output_streamer.SchedulerOutputStreamer.build_additional_customized_info",
+        _SRT
+        + "managers.scheduler_components.output_streamer.SchedulerOutputStreamer.build_additional_customized_info",
         "subclass",
         "usage in meta_info",
         ("self", "reqs"),
@@ -111,8 +131,12 @@ CONTRACT: tuple[HostName, ...] = (
         "homes answer nobody",
         ("self", "reqs", "return_logprob", "skip_req"),
     ),
-    HostName(_SRT + "managers.scheduler.Scheduler.get_prefill_adder_class", "hook", "our admission", ("self",)),
-    HostName(_SRT + "managers.scheduler.Scheduler.get_output_streamer_class", "hook", "our streamer", ("self",)),
+    HostName(
+        _SRT + "managers.scheduler.Scheduler.get_prefill_adder_class", "hook", "our admission", ("self",)
+    ),
+    HostName(
+        _SRT + "managers.scheduler.Scheduler.get_output_streamer_class", "hook", "our streamer", ("self",)
+    ),
     HostName(
         _SRT + "managers.scheduler.Scheduler._add_request_to_queue",
         "hook",
@@ -120,7 +144,10 @@ CONTRACT: tuple[HostName, ...] = (
         ("self", "req", "is_retracted"),
     ),
     HostName(
-        _SRT + "managers.scheduler.Scheduler.get_internal_state", "hook", "state in /server_info", ("self", "recv_req")
+        _SRT + "managers.scheduler.Scheduler.get_internal_state",
+        "hook",
+        "state in /server_info",
+        ("self", "recv_req"),
     ),
     HostName(
         _SRT + "model_executor.forward_batch_info.ForwardBatch.init_new",
@@ -170,7 +197,11 @@ CONTRACT: tuple[HostName, ...] = (
     ),
     HostName(_SRT + "platforms.interface.SRTPlatform", "subclass", "SGLang on a plain CPU"),
     HostName(_SRT + "platforms.cpu.CpuDeviceMixin", "subclass", "device operations of the CPU"),
-    HostName(_SRT + "environ.envs", "call", "eager input buffers hold one row per request; folded batches have more"),
+    HostName(
+        _SRT + "environ.envs",
+        "call",
+        "eager input buffers hold one row per request; folded batches have more",
+    ),
     HostName(
         _SRT + "layers.rotary_embedding.base.RotaryEmbedding.forward_native",
         "call",
@@ -240,10 +271,16 @@ def install_hooks() -> None:
 
     targets: dict[str, tuple[Callable[..., Any], HookType]] = {
         "managers.scheduler.Scheduler.get_prefill_adder_class": (hooks.prefill_adder_class, HookType.AFTER),
-        "managers.scheduler.Scheduler.get_output_streamer_class": (hooks.output_streamer_class, HookType.AFTER),
+        "managers.scheduler.Scheduler.get_output_streamer_class": (
+            hooks.output_streamer_class,
+            HookType.AFTER,
+        ),
         "managers.scheduler.Scheduler._add_request_to_queue": (hooks.add_request_to_queue, HookType.AROUND),
         "managers.scheduler.Scheduler.get_internal_state": (hooks.internal_state, HookType.AFTER),
-        "model_executor.forward_batch_info.ForwardBatch.init_new": (hooks.init_forward_batch, HookType.AROUND),
+        "model_executor.forward_batch_info.ForwardBatch.init_new": (
+            hooks.init_forward_batch,
+            HookType.AROUND,
+        ),
         "layers.logits_processor.LogitsMetadata.from_forward_batch": (hooks.logits_metadata, HookType.AROUND),
         "model_executor.model_runner.ModelRunner.forward": (hooks.after_model_forward, HookType.AFTER),
     }

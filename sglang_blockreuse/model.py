@@ -122,7 +122,9 @@ def ask(folder: Path, question: str = QUESTION, *, max_new_tokens: int = 24) -> 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     chat = [{"role": "user", "content": question}]
-    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
     answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return str(answer)
@@ -212,7 +214,9 @@ def _convert(gguf: Path, folder: Path, *, dtype: str) -> None:
         import accelerate  # noqa: F401
         import gguf as gguf_reader  # noqa: F401
     except ImportError as error:
-        raise ModelError(f"converting the model needs {error.name}: pip install 'sglang-blockreuse[demo]'") from error
+        raise ModelError(
+            f"converting the model needs {error.name}: pip install 'sglang-blockreuse[demo]'"
+        ) from error
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

@@ -29,7 +29,9 @@ class BlockReuseCache(UnifiedRadixCache):
 
     def lookup(self, tokens: array[int], namespace: Namespace) -> tuple[int, Any]:
         match = self.match_prefix(
-            MatchPrefixParams(key=RadixKey(tokens, extra_key=namespace.extra_key, cache_salt=namespace.cache_salt))
+            MatchPrefixParams(
+                key=RadixKey(tokens, extra_key=namespace.extra_key, cache_salt=namespace.cache_salt)
+            )
         )
         return int(match.device_prefix_len), match.last_device_node
 

@@ -58,7 +58,9 @@ class Server:
     def post(self, path: str, *, timeout_s: float = 600.0, **body: Any) -> Any:
         response = requests.post(self.url + path, json=body, timeout=timeout_s)
         if not response.ok:
-            raise requests.HTTPError(f"{path}: HTTP {response.status_code}: {response.text}", response=response)
+            raise requests.HTTPError(
+                f"{path}: HTTP {response.status_code}: {response.text}", response=response
+            )
         return response.json() if "json" in response.headers.get("content-type", "") else response.text
 
     def get(self, path: str, *, timeout_s: float = 60.0) -> Any:
@@ -174,7 +176,9 @@ def _wait_until_ready(
 def _failure(server: Server, what: str) -> str:
     lines = server.log_text().splitlines()
     # the cause is an exception's last line, which may stand far above the end of the log
-    causes = [line for line in lines if re.match(r"(\[[^]]*\] )?\w*(\.\w+)*(Error|Refused|Failed)\b.*:", line)]
+    causes = [
+        line for line in lines if re.match(r"(\[[^]]*\] )?\w*(\.\w+)*(Error|Refused|Failed)\b.*:", line)
+    ]
     cause = f"\n  {causes[-1].strip()}" if causes else ""
     tail = "\n".join(f"  | {line}" for line in lines[-15:])
     return f"{what}.{cause}\n{tail}\nfull log: {server.log}"

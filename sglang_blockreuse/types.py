@@ -46,7 +46,9 @@ class LocalSegment:
     interval: Interval  # positions in the request, behind the exact prefix
     delta: int  # new position - home position, the same for every token of the segment
     block: int  # index of the block among the request's spans
-    block_start: int  # position where the block begins; before interval.start where its head is an exact prefix
+    block_start: (
+        int  # position where the block begins; before interval.start where its head is an exact prefix
+    )
 
 
 @dataclass(frozen=True, slots=True)

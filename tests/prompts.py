@@ -44,13 +44,21 @@ class Library:
         return ids + self.question, spans
 
 
-def ask(server: Server, ids: Any, *, new_tokens: int = 4, top: int = 20, **custom_params: Any) -> dict[str, Any]:
+def ask(
+    server: Server, ids: Any, *, new_tokens: int = 4, top: int = 20, **custom_params: Any
+) -> dict[str, Any]:
     """Greedy answer with log-probabilities; keyword arguments become `custom_params`."""
-    request = {k: custom_params.pop(k) for k in ("extra_key", "cache_salt", "logprob_start_len") if k in custom_params}
+    request = {
+        k: custom_params.pop(k)
+        for k in ("extra_key", "cache_salt", "logprob_start_len")
+        if k in custom_params
+    }
     params: dict[str, Any] = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
     if custom_params:
         params["custom_params"] = custom_params
-    return server.generate(input_ids=ids, sampling_params=params, return_logprob=True, top_logprobs_num=top, **request)
+    return server.generate(
+        input_ids=ids, sampling_params=params, return_logprob=True, top_logprobs_num=top, **request
+    )
 
 
 def usage(answer: dict[str, Any]) -> dict[str, Any]:
@@ -61,7 +69,9 @@ def usage(answer: dict[str, Any]) -> dict[str, Any]:
 
 def logprobs(answer: dict[str, Any]) -> list[dict[int, float]]:
     """Per answer token: token id -> log-probability over the reported top tokens."""
-    return [{token: value for value, token, *_ in step} for step in answer["meta_info"]["output_top_logprobs"]]
+    return [
+        {token: value for value, token, *_ in step} for step in answer["meta_info"]["output_top_logprobs"]
+    ]
 
 
 def distance(a: dict[str, Any], b: dict[str, Any]) -> float:

@@ -66,7 +66,9 @@ def test_rotating_by_zero_moves_the_bits_untouched(dtype):
 
 def test_the_sign_of_delta_matters():
     """Negative control: a rotation the wrong way is far from the right one."""
-    (k,), (v,) = (pools(torch.float32, num_slots=4, num_heads=1, head_dim=16, layers=1, seed=s) for s in (0, 1))
+    (k,), (v,) = (
+        pools(torch.float32, num_slots=4, num_heads=1, head_dim=16, layers=1, seed=s) for s in (0, 1)
+    )
     cos, sin = reference.delta_cos_sin(torch.rand(8), torch.tensor([3]))
     cpu_rotate_copy.rotate_copy([k], [v], torch.tensor([0]), torch.tensor([1]), cos, sin)
     cpu_rotate_copy.rotate_copy([k], [v], torch.tensor([0]), torch.tensor([2]), cos, -sin)
@@ -74,7 +76,9 @@ def test_the_sign_of_delta_matters():
 
 
 def test_a_slot_that_is_source_and_destination_is_refused():
-    (k,), (v,) = (pools(torch.float32, num_slots=4, num_heads=1, head_dim=16, layers=1, seed=s) for s in (0, 1))
+    (k,), (v,) = (
+        pools(torch.float32, num_slots=4, num_heads=1, head_dim=16, layers=1, seed=s) for s in (0, 1)
+    )
     with pytest.raises(ValueError, match="slot"):
         cpu_rotate_copy.rotate_copy(
             [k], [v], torch.tensor([0, 1]), torch.tensor([1, 2]), torch.ones(1, 8), torch.zeros(1, 8)

@@ -73,7 +73,9 @@ class TestVirtualRows:
         full = reference(server, ids, logprob_start_len=start)
         know(server, LIBRARY)
         reused = ask(server, ids, blockreuse_spans=spans, logprob_start_len=start, blockreuse_tau=1000)
-        rows = ask(server, ids, testing_rows=[0, 9, 9, start - 3, start - 3, len(ids)], logprob_start_len=start)
+        rows = ask(
+            server, ids, testing_rows=[0, 9, 9, start - 3, start - 3, len(ids)], logprob_start_len=start
+        )
         want = [v for v, *_ in full["meta_info"]["input_token_logprobs"] if v is not None]
         for answer in (reused, rows):
             got = [v for v, *_ in answer["meta_info"]["input_token_logprobs"] if v is not None]
@@ -89,7 +91,9 @@ class TestVirtualRows:
 
 
 class TestDegeneration:
-    @pytest.mark.parametrize("options", [{"blockreuse_tau": 1000}, {"blockreuse_budget": 1.0}], ids=["tau", "budget"])
+    @pytest.mark.parametrize(
+        "options", [{"blockreuse_tau": 1000}, {"blockreuse_budget": 1.0}], ids=["tau", "budget"]
+    )
     def test_repairing_every_block_equals_full_prefill(self, server, options):
         ids, spans = LIBRARY.prompt(OTHER)
         full = reference(server, ids)
@@ -156,14 +160,18 @@ class TestIdentity:
         assert homes - homes_before == 3, "nothing compiled behind the other prefix may serve"
         assert found["prefix_tokens"] <= len(stranger.system)
 
-    @pytest.mark.parametrize("namespace", [{"cache_salt": "tenant-b"}, {"extra_key": "tenant-b"}], ids=["salt", "key"])
+    @pytest.mark.parametrize(
+        "namespace", [{"cache_salt": "tenant-b"}, {"extra_key": "tenant-b"}], ids=["salt", "key"]
+    )
     def test_a_foreign_tenant_finds_nothing(self, server, namespace):
         know(server, LIBRARY)
         ids, spans = LIBRARY.prompt(OTHER)
         counts = server.get("/server_info")["internal_states"][0]["blockreuse"]["counts"]
         foreign = usage(ask(server, ids, blockreuse_spans=spans, **namespace))
         after = server.get("/server_info")["internal_states"][0]["blockreuse"]["counts"]
-        assert foreign["prefix_tokens"] <= len(LIBRARY.system), "the system prompt its own homes computed, at most"
+        assert foreign["prefix_tokens"] <= len(LIBRARY.system), (
+            "the system prompt its own homes computed, at most"
+        )
         assert after["homes_total"] - counts["homes_total"] == 3
         own = usage(ask(server, ids, blockreuse_spans=spans))
         assert own["reused_tokens"] > 0
@@ -177,7 +185,9 @@ class TestIdentity:
         ids, spans = changed.prompt((2, 3))
         full = reference(server, ids)
         know(server, LIBRARY)
-        server_counts = server.get("/server_info")["internal_states"][0]["blockreuse"]["counts"]["homes_total"]
+        server_counts = server.get("/server_info")["internal_states"][0]["blockreuse"]["counts"][
+            "homes_total"
+        ]
         answer = ask(server, ids, blockreuse_spans=spans, blockreuse_tau=0)
         counts = server.get("/server_info")["internal_states"][0]["blockreuse"]["counts"]["homes_total"]
         # the changed block is another block: it was compiled anew from its first strange token on

@@ -195,7 +195,9 @@ def test_a_plan_without_a_model_is_counted_when_it_binds(num_layers, path):
 
 
 def test_sharing_kv_or_keys_warns_unless_the_checkpoint_was_trained_for_it():
-    text = edited("reuse,   anchor: 2", "reuse, anchor: 2, kv_from: 2").replace("reindex,", "reindex, key_from: 2,")
+    text = edited("reuse,   anchor: 2", "reuse, anchor: 2, kv_from: 2").replace(
+        "reindex,", "reindex, key_from: 2,"
+    )
     kv, keys = parse_plan(text, "plan.yaml").bind(12, None).warnings
     assert kv.startswith("kv_from: layers [7, 8, 9, 10, 11]")
     assert keys.startswith("key_from: layers [3, 4, 5, 6]")

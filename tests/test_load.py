@@ -29,7 +29,9 @@ def server(model_path, tmp_path_factory):
     flags += ("--chunked-prefill-size", "64", "--enable-mixed-chunk", "--enable-metrics")
     # on top of what the small pool forces, every n-th decode step retracts somebody
     env = {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
-    with extended_server(model_path, *flags, log=tmp_path_factory.mktemp("load") / "server.log", env=env) as running:
+    with extended_server(
+        model_path, *flags, log=tmp_path_factory.mktemp("load") / "server.log", env=env
+    ) as running:
         yield running
 
 
@@ -101,7 +103,9 @@ def test_three_hundred_mixed_requests(server):
             return kind, None if total == len(ids) else f"usage adds up to {total} of {len(ids)} tokens"
         marks = {"blockreuse_mode": "exact", "blockreuse_spans": spans} if kind == "exact" else {}
         answer = ask(server, ids, new_tokens=NEW_TOKENS, **marks)
-        return kind, None if same_up_to_a_tie(answer, references[which]) else f"{kind} request {number} is not exact"
+        return kind, None if same_up_to_a_tie(
+            answer, references[which]
+        ) else f"{kind} request {number} is not exact"
 
     with concurrent.futures.ThreadPoolExecutor(NUM_CLIENTS) as pool:
         results = list(pool.map(run, range(NUM_REQUESTS)))

@@ -26,7 +26,9 @@ def plan_of_blocks(
     for length in lengths:
         spans.append(Interval(at, at + length))
         at += length
-    segments = [LocalSegment(s, delta=s.start - prefix, block=i, block_start=s.start) for i, s in enumerate(spans)]
+    segments = [
+        LocalSegment(s, delta=s.start - prefix, block=i, block_start=s.start) for i, s in enumerate(spans)
+    ]
     options = BlockOptions(mode="reuse", spans=tuple(spans), policy="seam", tau=tau, budget=budget)
     return build_plan(segments, start=prefix, end=at + question, options=options)
 

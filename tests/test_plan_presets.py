@@ -94,7 +94,9 @@ def test_a_cross_decoder_has_one_kv_and_one_routing():
     ids=["LISA", "MISA", "ResMiSA"],
 )
 def test_head_axis_scorers_combine_with_layer_sharing(scorer):
-    plans = [presets.index_cache(8, [0, 4], SELECTION, scorer=kind) for kind in (presets.TRAINED_INDEXER, scorer)]
+    plans = [
+        presets.index_cache(8, [0, 4], SELECTION, scorer=kind) for kind in (presets.TRAINED_INDEXER, scorer)
+    ]
     assert roles(plans[0]) == roles(plans[1])
     assert plans[0].fingerprint != plans[1].fingerprint
 
@@ -119,7 +121,9 @@ INDEX_KEYS = st.fixed_dictionaries(
 @given(keys=INDEX_KEYS)
 def test_sglang_keys_mean_what_sglang_makes_of_them(keys):
     config = {"architectures": ["GlmMoeDsaForCausalLM"], "index_topk": 2048, **keys}
-    skips = [dsa_layer_skips_topk(SimpleNamespace(**config), layer) for layer in range(keys["num_hidden_layers"])]
+    skips = [
+        dsa_layer_skips_topk(SimpleNamespace(**config), layer) for layer in range(keys["num_hidden_layers"])
+    ]
     if skips[0]:
         # SGLang would run and read an unwritten buffer
         with pytest.raises(PlanError, match="layer 0 would reuse indices"):

@@ -28,7 +28,9 @@ class DictTree:
 
     def lookup(self, tokens, namespace):
         def common(a, b):
-            return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+            return next(
+                (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+            )
 
         return max((common(tokens, held) for held in self.held.get(namespace, [])), default=0), None
 

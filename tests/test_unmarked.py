@@ -16,7 +16,7 @@ pytestmark = pytest.mark.engine
 NUM_PROMPTS = 50
 SHORTEST, LONGEST = 10, 3000
 FLAGS = ("--chunked-prefill-size", "512", "--enable-mixed-chunk", "--max-total-tokens", "40000")
-FLAGS += ("--max-running-requests", "8")
+FLAGS += ("--max-running-requests", "8", "--dtype", "float32")
 
 
 def prompts() -> list[list[int]]:

@@ -28,7 +28,9 @@ class Compiler:
         self._homes: dict[str, tuple[Namespace, bytes]] = {}  # the inverse
         self._num_jobs = 0
 
-    def jobs_for(self, tree: Tree, homes: Sequence[Home], namespace: Namespace) -> tuple[list[HomeJob], set[str]]:
+    def jobs_for(
+        self, tree: Tree, homes: Sequence[Home], namespace: Namespace
+    ) -> tuple[list[HomeJob], set[str]]:
         """Jobs that `homes` still need, and the ids of all jobs, new or running, to wait for."""
         unseen: list[tuple[Home, int]] = []
         waits_for: set[str] = set()
@@ -41,7 +43,9 @@ class Compiler:
             if length < len(home.tokens):
                 unseen.append((home, length))
         jobs: list[HomeJob] = []
-        leader: str | None = None  # computes the compile prefix, the others then hit it instead of repeating it
+        leader: str | None = (
+            None  # computes the compile prefix, the others then hit it instead of repeating it
+        )
         for home, length in unseen:
             key = (namespace, home.tokens.tobytes())
             if key in self._in_flight:

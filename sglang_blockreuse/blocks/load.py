@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..kernels import cpu_rotate_copy, reference
+from ..kernels import cpu_rotate_copy
+from ..kernels.dispatch import Dispatcher
 from ..types import RequestState
 from .rope import RopeGroup
 
@@ -15,14 +17,19 @@ from .rope import RopeGroup
 class KvLoader:
     """Moves KV between slots of the pool, all layers of a rotary group in one call."""
 
-    def __init__(self, k_buffers: Sequence[Tensor], v_buffers: Sequence[Tensor], groups: Sequence[RopeGroup]) -> None:
-        self._groups = [
-            (group, [k_buffers[i] for i in group.layers], [v_buffers[i] for i in group.layers]) for group in groups
-        ]
+    def __init__(
+        self,
+        k_buffers: Sequence[Tensor],
+        v_buffers: Sequence[Tensor],
+        groups: Sequence[RopeGroup],
+        kernels: Dispatcher,
+    ) -> None:
         self.device = k_buffers[0].device
-        self._rotate_copy: Callable[..., None] = reference.rotate_copy
+        self._kernels = kernels
+        self._groups = [
+            (group, _table(k_buffers, group.layers), _table(v_buffers, group.layers)) for group in groups
+        ]
         if cpu_rotate_copy.covers(k_buffers[0]):
-            self._rotate_copy = cpu_rotate_copy.rotate_copy
             for group in groups:
                 cpu_rotate_copy.warm_up(k_buffers[0], is_neox=group.is_neox)
 
@@ -48,5 +55,15 @@ class KvLoader:
         old_T, new_T = torch.cat(old), torch.cat(new)
         for group, k_layers, v_layers in self._groups:
             cos, sin = group.cos_sin(old_T, new_T)
-            self._rotate_copy(k_layers, v_layers, source_T, target_T, cos, sin, is_neox=group.is_neox)
+            self._kernels.rotate_copy(k_layers, v_layers, source_T, target_T, cos, sin, is_neox=group.is_neox)
         return target_T.numel()
+
+
+def _table(buffers: Sequence[Tensor], layers: Sequence[int]) -> Any:
+    """The pools of some layers; on CUDA with their addresses, so that one launch serves all of them."""
+    pools = [buffers[layer] for layer in layers]
+    if pools[0].device.type != "cuda":
+        return pools
+    from ..kernels.rotate_copy import PoolTable
+
+    return PoolTable.of(pools)

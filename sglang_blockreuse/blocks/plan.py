@@ -31,7 +31,9 @@ def build_plan(
     )
     repaired = merge([*repaired, Interval(end - 1, end)])
     copies = [
-        Copy(hole, index) for index, segment in enumerate(segments) for hole in subtract(segment.interval, repaired)
+        Copy(hole, index)
+        for index, segment in enumerate(segments)
+        for hole in subtract(segment.interval, repaired)
     ]
     runs = subtract(Interval(start, end), [c.interval for c in copies])
     num_local = sum(len(s.interval) for s in segments)

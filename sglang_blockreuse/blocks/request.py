@@ -68,7 +68,9 @@ def parse_spans(flat: Any, prompt_len: int) -> tuple[Interval, ...]:
         if span.start >= span.end:
             raise RequestError(f"{where} is empty or reversed. A span is [start, end) with start < end.")
         if span.start < 0 or span.end > prompt_len:
-            raise RequestError(f"{where} reaches outside the prompt of {prompt_len} tokens (0..{prompt_len}).")
+            raise RequestError(
+                f"{where} reaches outside the prompt of {prompt_len} tokens (0..{prompt_len})."
+            )
         if span.start < previous_end:
             raise RequestError(
                 f"{where} begins before position {previous_end}, where the span before it ends. "

@@ -36,7 +36,9 @@ class RopeGroup:
 
     name: str  # class of the host's rotary embedding, "none" for layers without one
     layers: tuple[int, ...]  # layer ids
-    table: Tensor | None  # float32 [max_position, rotary_dim]: cos | sin; None: keys do not depend on position
+    table: (
+        Tensor | None
+    )  # float32 [max_position, rotary_dim]: cos | sin; None: keys do not depend on position
     is_neox: bool
 
     def cos_sin(self, old_T: Tensor, new_T: Tensor) -> tuple[Tensor, Tensor]:

@@ -65,7 +65,9 @@ def fold_batch(batch: Any, runs_per_request: Sequence[Sequence[Interval]]) -> tu
         logprob_starts=tuple(
             # everything from the first wanted log-probability on is computed, so it counts from the end
             max(0, computed - (extend - start))
-            for computed, extend, start in zip(tokens, batch.extend_lens, batch.extend_logprob_start_lens, strict=True)
+            for computed, extend, start in zip(
+                tokens, batch.extend_lens, batch.extend_logprob_start_lens, strict=True
+            )
         ),
         batch_size=len(batch.reqs),
         seq_lens=batch.seq_lens,

@@ -33,6 +33,8 @@ class SlotTags:
         for index, part in plan.copies_within(low, high):
             self.values_S[row_slots[part.start : part.end].long()] = TAG_LOCAL
             segment = plan.segments[index]
-            sinks = Interval(segment.block_start, segment.block_start + self._num_sinks).clip(part.start, part.end)
+            sinks = Interval(segment.block_start, segment.block_start + self._num_sinks).clip(
+                part.start, part.end
+            )
             if len(sinks):
                 self.values_S[row_slots[sinks.start : sinks.end].long()] = TAG_LOCAL | TAG_FALSE_SINK

@@ -145,7 +145,9 @@ def print_table(findings: list[Finding]) -> None:
     lines = [finding for finding in findings if finding not in held]
     if held:
         lines.append(Finding("host", "contract", "ok", f"{len(held)} names of SGLang are as expected"))
-    group_width, name_width = (max(len(getattr(line, column)) for line in lines) for column in ("group", "name"))
+    group_width, name_width = (
+        max(len(getattr(line, column)) for line in lines) for column in ("group", "name")
+    )
     for line in lines:
         print(f"{line.state:<4}  {line.group:<{group_width}}  {line.name:<{name_width}}  {line.detail}")
     num_failed = sum(finding.state == "FAIL" for finding in findings)

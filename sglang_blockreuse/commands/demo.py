@@ -17,19 +17,31 @@ QUICK_PROMPTS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_PROMPTS} prompts, to see that all works")
-    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, metavar="DIR", help=f"default: {DEFAULT_OUT}/")
-    parser.add_argument("--prompts", type=_positive, default=12, metavar="N", help="measured prompts (default: 12)")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"{QUICK_PROMPTS} prompts, to see that all works"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=DEFAULT_OUT, metavar="DIR", help=f"default: {DEFAULT_OUT}/"
+    )
+    parser.add_argument(
+        "--prompts", type=_positive, default=12, metavar="N", help="measured prompts (default: 12)"
+    )
     parser.add_argument(
         "--documents", type=_positive, default=12, metavar="M", help="documents in the pool (default: 12)"
     )
     parser.add_argument(
         "--per-prompt", type=_positive, default=8, metavar="K", help="documents per prompt (default: 8)"
     )
-    parser.add_argument("--new-tokens", type=_positive, default=24, metavar="N", help="tokens per answer (default: 24)")
-    parser.add_argument("--scored", type=_positive, default=8, metavar="N", help="answer tokens compared (default: 8)")
+    parser.add_argument(
+        "--new-tokens", type=_positive, default=24, metavar="N", help="tokens per answer (default: 24)"
+    )
+    parser.add_argument(
+        "--scored", type=_positive, default=8, metavar="N", help="answer tokens compared (default: 8)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of documents, orders and questions (default: 0)")
-    parser.add_argument("--model-path", type=Path, metavar="P", help="default: SmolLM2-135M-Instruct, made if missing")
+    parser.add_argument(
+        "--model-path", type=Path, metavar="P", help="default: SmolLM2-135M-Instruct, made if missing"
+    )
     parser.add_argument(
         "--stock-attention",
         default="blockreuse",
@@ -37,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="attention backend of the stock server; blockreuse (default) leaves reuse as the only difference, "
         "torch_native is what SGLang itself has for a CPU",
     )
-    parser.add_argument("server_flags", nargs="*", metavar="-- FLAG", help="SGLang flags for both servers, behind --")
+    parser.add_argument(
+        "server_flags", nargs="*", metavar="-- FLAG", help="SGLang flags for both servers, behind --"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

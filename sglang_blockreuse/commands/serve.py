@@ -20,7 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="YAML or JSON file; default: $SGLANG_BLOCKREUSE_CONFIG, else defaults",
     )
-    parser.add_argument("--layer-plan", metavar="NAME|PATH", help="layer plan for decode, shipped or in a file")
+    parser.add_argument(
+        "--layer-plan", metavar="NAME|PATH", help="layer plan for decode, shipped or in a file"
+    )
     parser.epilog = (
         "Added unless you give them: "
         + " ".join(f"{flag} {value}" for flag, value in OUR_BACKENDS.items())
@@ -31,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(words: Sequence[str]) -> int:
     """Hand over to `sglang serve` in this process."""
     if any(word in ("-h", "--help") for word in words):
-        parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser = argparse.ArgumentParser(
+            description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
         add_arguments(parser)
         parser.print_help()
         return 0

@@ -49,7 +49,9 @@ class EndOfTurn:
         return tuple(ids[:length])
 
 
-def time_prompt(server: Server, prompt: Prompt, *, marked: bool, num_new_tokens: int, end: EndOfTurn) -> Timed:
+def time_prompt(
+    server: Server, prompt: Prompt, *, marked: bool, num_new_tokens: int, end: EndOfTurn
+) -> Timed:
     """Generate greedily and note when tokens arrive. `marked` adds the spans of the documents."""
     body = _body(prompt.input_ids, prompt, marked=marked, num_new_tokens=num_new_tokens)
     # every answer is equally long, so that times compare; what follows its end is cut off below

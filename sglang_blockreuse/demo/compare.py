@@ -45,7 +45,9 @@ def kl_divergence(reference: Position, other: Position) -> float:
     """
     missing = reference.logprobs.keys() - other.logprobs.keys()
     if missing:
-        raise ValueError(f"no probability for {len(missing)} of {len(reference.logprobs)} tokens, e.g. {min(missing)}")
+        raise ValueError(
+            f"no probability for {len(missing)} of {len(reference.logprobs)} tokens, e.g. {min(missing)}"
+        )
     total, rest_p, rest_q = 0.0, 1.0, 1.0
     for token, log_p in reference.logprobs.items():
         log_q = other.logprobs[token]

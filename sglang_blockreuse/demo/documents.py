@@ -65,7 +65,9 @@ def _make_document(
     slots["year1"] = str(rng.randint(1702, 1989))
     title = kind.title.format(**slots)
     sentences = [sentence.format(**slots) for sentence, _, _ in kind.facts]
-    facts = tuple(Fact(question.format(**slots), answer.format(**slots)) for _, question, answer in kind.facts)
+    facts = tuple(
+        Fact(question.format(**slots), answer.format(**slots)) for _, question, answer in kind.facts
+    )
     fillers = [sentence.format(**slots) for sentence in kind.fillers]
     rng.shuffle(fillers)
     for filler in fillers:

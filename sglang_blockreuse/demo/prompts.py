@@ -81,5 +81,7 @@ def measured_prompts(
     for _ in range(num_prompts):
         order = rng.sample(range(len(documents)), per_prompt)
         document = rng.choice(order)
-        prompts.append(maker.make(order, document=document, fact=rng.randrange(len(documents[document].facts))))
+        prompts.append(
+            maker.make(order, document=document, fact=rng.randrange(len(documents[document].facts)))
+        )
     return prompts

@@ -18,7 +18,7 @@ from ..server_process import START_MARKS, Server, extended_command, running_serv
 from . import environment, report
 from .client import EndOfTurn
 from .documents import make_documents
-from .measure import Workload, run_extended, run_stock
+from .measure import NUM_BOUND_PROMPTS, Workload, run_extended, run_stock
 from .prompts import PromptMaker, measured_prompts, warm_up_prompts
 
 T = TypeVar("T")
@@ -63,8 +63,8 @@ def run(options: Options) -> dict[str, Any]:
             "ours", extended_words, options.out, work, lambda s, tick: run_extended(s, work, stock, tick)
         )
     rows = report.make_rows(work, stock, ours)
-    summary = report.summarise(rows)
-    print(report.table(rows))
+    summary = report.summarise(rows, stock, ours)
+    print(report.table(rows), report.summary_text(summary), sep="\n\n")
     title = f"{model_path.name}, {options.per_prompt} documents, {environment.cpu_name()}"
     labels = {"stock": f"stock SGLang, attention {options.stock_attention}", "ours": "with document reuse"}
     report.plot(rows, options.out / "ttft.png", title=title, labels=labels)
@@ -73,7 +73,10 @@ def run(options: Options) -> dict[str, Any]:
         "options": {**asdict(options), "out": str(options.out), "model_path": str(model_path)},
         "commands": {"stock": stock_words, "ours": extended_words},
         "environment": environment.describe(),
-        "warm_up_ttft_ms": {name: [t.ttft_ms for t in p.warm_up] for name, p in (("stock", stock), ("ours", ours))},
+        "warm_up_ttft_ms": {
+            name: [t.ttft_ms for t in p.warm_up] for name, p in (("stock", stock), ("ours", ours))
+        },
+        "bound": asdict(ours.bound) if ours.bound else None,
         "prompts": report.as_records(rows),
     }
     (options.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
@@ -121,13 +124,18 @@ def with_server(
 
         with running_server(command, log=out / f"{name}.log", on_progress=show) as server:
             starting.close()
-            with progress(f"{name}: requests", len(work.warm_up) + 2 * len(work.measured)) as requests:
+            with progress(f"{name}: requests", num_requests(work, name)) as requests:
 
                 def tick(what: str) -> None:
                     requests.set_postfix_str(what, refresh=False)
                     requests.update()
 
                 return measure(server, tick)
+
+
+def num_requests(work: Workload, name: str) -> int:
+    """Requests that one pass sends: warm-up, timed, scored, and on our server those of the bound."""
+    return len(work.warm_up) + 2 * len(work.measured) + (1 + NUM_BOUND_PROMPTS if name == "ours" else 0)
 
 
 @contextmanager

@@ -79,7 +79,9 @@ def _triton(runner: Any) -> Any:
             num_rows = runner.req_to_token_pool.size * ROWS_PER_REQUEST + 1
             self.qo_indptr: torch.Tensor
             self.mask_indptr: torch.Tensor
-            super().__init__(runner, kv_indptr_buf=torch.zeros(num_rows, dtype=torch.int32, device=runner.device))
+            super().__init__(
+                runner, kv_indptr_buf=torch.zeros(num_rows, dtype=torch.int32, device=runner.device)
+            )
             self.qo_indptr = torch.zeros(num_rows, dtype=torch.int64, device=runner.device)
             self.mask_indptr = torch.zeros(num_rows, dtype=torch.int64, device=runner.device)
 

@@ -50,5 +50,6 @@ def all_homes(original, manager, req, state):
 
     head = array("q", state.compile_prefix)
     return [
-        Home(i, s, head + req.origin_input_ids[s.start : s.end], len(head)) for i, s in enumerate(state.options.spans)
+        Home(i, s, head + req.origin_input_ids[s.start : s.end], len(head))
+        for i, s in enumerate(state.options.spans)
     ]

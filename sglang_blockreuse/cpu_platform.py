@@ -17,6 +17,13 @@ from .cpu_defaults import MAX_RUNNING_REQUESTS, free_memory_bytes, kv_pool_token
 
 ATTENTION_BACKENDS = ("blockreuse", "torch_native")
 KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16")
+# each of them starts and then fails in code of SGLang's that takes an accelerator for granted
+FLAGS_THAT_NEED_AN_ACCELERATOR = {
+    "speculative_algorithm": "verifies drafts with compiled kernels",
+    "lora_paths": "pins the adapters' index buffers for an accelerator",
+    "enable_lora": "pins the adapters' index buffers for an accelerator",
+    "enable_hierarchical_cache": "registers host memory with CUDA, and on a CPU the KV pool is host memory anyway",
+}
 
 
 class UnsupportedOnCpuError(ValueError):
@@ -48,7 +55,9 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         model = model_config_of(server_args)
         given = server_args._raw_input  # what the user asked for, before SGLang's own defaults
-        refuse_unsupported(server_args, given, model)
+        refuse_build()
+        refuse_flags(server_args, given)
+        refuse_model(model)
         if given["attention_backend"] is None:
             server_args.attention_backend = self.get_default_attention_backend()
         if server_args.max_running_requests is None:
@@ -65,39 +74,31 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         set_thread_defaults(num_ranks(server_args))
 
 
-def refuse_unsupported(server_args: Any, given: dict[str, Any], model: Any) -> None:
-    """Raise UnsupportedOnCpuError, which names value, allowed values and way out, for what cannot work."""
-    import torch.distributed
-    from sglang.srt.configs.model_config import AttentionArch
-
+def refuse_flags(server_args: Any, given: dict[str, Any]) -> None:
+    """Raise UnsupportedOnCpuError, which names flag, value and way out, for a flag that cannot work."""
     device = server_args.device
     if device != "cpu":
         raise UnsupportedOnCpuError(
             f"--device {device}: no such accelerator was found, and the CPU platform serves only cpu. "
             "Leave --device away, or check the driver and the PyTorch build."
         )
-    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
-        raise UnsupportedOnCpuError(
-            f"torch {torch.__version__} was built without gloo, through which SGLang's processes meet on a CPU. "
-            "Install a standard build of PyTorch."
-        )
     for flag in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
-        if given[flag] not in (None, *ATTENTION_BACKENDS):
+        _refuse_other_than(ATTENTION_BACKENDS, flag, given[flag] or ATTENTION_BACKENDS[0])
+    _refuse_other_than(KV_CACHE_DTYPES, "kv_cache_dtype", server_args.kv_cache_dtype)
+    for flag, reason in FLAGS_THAT_NEED_AN_ACCELERATOR.items():
+        value = getattr(server_args, flag)
+        if value:
             raise UnsupportedOnCpuError(
-                f"--{flag.replace('_', '-')} {given[flag]} needs an accelerator or compiled kernels. "
-                f"Allowed on the CPU platform: {', '.join(ATTENTION_BACKENDS)}."
+                f"{_spelled(flag, value)} {reason}. "
+                "Leave it away on the CPU platform, or use a machine with an accelerator."
             )
-    if server_args.speculative_algorithm is not None:
-        raise UnsupportedOnCpuError(
-            f"--speculative-algorithm {server_args.speculative_algorithm} verifies drafts with compiled kernels. "
-            "Leave it away on the CPU platform."
-        )
-    if server_args.kv_cache_dtype not in KV_CACHE_DTYPES:
-        raise UnsupportedOnCpuError(
-            f"--kv-cache-dtype {server_args.kv_cache_dtype} needs compiled kernels. "
-            f"Allowed on the CPU platform: {', '.join(KV_CACHE_DTYPES)}."
-        )
-    # from the flag or from the checkpoint itself
+
+
+def refuse_model(model: Any) -> None:
+    """Raise UnsupportedOnCpuError for a model whose kernels need an accelerator."""
+    from sglang.srt.configs.model_config import AttentionArch
+
+    # from --quantization or from the checkpoint itself
     if model.quantization is not None:
         refuse_quantization(model.quantization)
     if model.attention_arch != AttentionArch.MHA:
@@ -108,11 +109,36 @@ def refuse_unsupported(server_args: Any, given: dict[str, Any], model: Any) -> N
         )
 
 
+def refuse_build() -> None:
+    """Raise UnsupportedOnCpuError where PyTorch lacks what SGLang's processes meet through on a CPU."""
+    import torch.distributed
+
+    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+        raise UnsupportedOnCpuError(
+            f"torch {torch.__version__} was built without gloo, which SGLang's process groups need on a CPU. "
+            "Install a standard build of PyTorch."
+        )
+
+
 def refuse_quantization(quantization: str) -> None:
     raise UnsupportedOnCpuError(
         f"quantization {quantization!r} needs compiled kernels, which the CPU platform does not have. "
         "Serve an unquantised checkpoint (bfloat16 or float32), or use a machine with an accelerator."
     )
+
+
+def _refuse_other_than(allowed: tuple[str, ...], flag: str, value: str) -> None:
+    if value not in allowed:
+        raise UnsupportedOnCpuError(
+            f"{_spelled(flag, value)} needs an accelerator or compiled kernels. "
+            f"Allowed on the CPU platform: {', '.join(allowed)}."
+        )
+
+
+def _spelled(flag: str, value: Any) -> str:
+    """A field of ServerArgs as the user writes it."""
+    words = f"--{flag.replace('_', '-')}"
+    return f"{words} {value}" if isinstance(value, str) else words
 
 
 def num_ranks(server_args: Any) -> int:

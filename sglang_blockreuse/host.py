@@ -196,6 +196,13 @@ CONTRACT: tuple[HostName, ...] = (
         ("self", "layer", "loc_info"),
     ),
     HostName(_SRT + "platforms.interface.SRTPlatform", "subclass", "SGLang on a plain CPU"),
+    HostName(
+        _SRT + "platforms.interface.SRTPlatform.apply_server_args_defaults",
+        "subclass",
+        "defaults where the user gave none",
+        ("self", "server_args"),
+    ),
+    HostName(_SRT + "arg_groups.overrides.model_config_of", "call", "refuse models by what they are"),
     HostName(_SRT + "platforms.cpu.CpuDeviceMixin", "subclass", "device operations of the CPU"),
     HostName(
         _SRT + "environ.envs",

@@ -72,7 +72,7 @@ def test_usage_accounts_for_every_prompt_token(server):
         pytest.param({}, "no_blocks", id="nothing marked"),
         pytest.param({"blockreuse_mode": "off", "blockreuse_spans": [0, 50]}, "mode_off", id="off"),
         pytest.param({"blockreuse_mode": "exact", "blockreuse_spans": [0, 50]}, "mode_exact", id="exact"),
-        pytest.param({"blockreuse_spans": [0, 9]}, "not_cached", id="block too short to be worth a home"),
+        pytest.param({"blockreuse_spans": [0, 9]}, "blocks_too_short", id="short block"),
     ],
 )
 def test_what_is_not_reused_says_why(server, params, reason):

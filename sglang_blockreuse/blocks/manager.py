@@ -27,7 +27,14 @@ logger = logging.getLogger(__name__)
 # homes would push out what they are compiled for.
 MAX_COMPILE_SHARE = 0.8
 # Reasons that hold for one admission only; a retracted request is looked up again.
-ADMISSION_VERDICTS = ("not_cached", "exact_prefix", "pool_too_small", "compile_off", "queue_full")
+ADMISSION_VERDICTS = (
+    "not_cached",
+    "exact_prefix",
+    "pool_too_small",
+    "compile_off",
+    "queue_full",
+    "blocks_too_short",
+)
 
 
 class BlockManager:
@@ -73,6 +80,8 @@ class BlockManager:
         state.usage.skipped_reason = self._skip_reason(req, options)
         if not state.may_reuse():
             return []
+        if all(len(span) < self.config.min_block_tokens for span in options.spans):
+            state.not_compiled = "blocks_too_short"
         state.compile_prefix = compile_prefix(
             req.origin_input_ids, options.spans[0].start, config=self.config, bos=self._bos
         )

@@ -144,7 +144,7 @@ def plot(rows: Sequence[Row], path: Path, *, title: str, labels: dict[str, str])
     times.set(
         ylabel="time to first token (s)", title=f"{title}\nmedian TTFT ratio stock / ours: {ratio:.1f}×"
     )
-    times.legend(frameon=False)
+    times.legend(frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, -0.22))
     bottom = [0] * len(rows)
     for kind in TOKEN_KINDS:
         counts = [row.tokens(kind) for row in rows]

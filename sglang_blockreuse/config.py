@@ -55,6 +55,10 @@ class Config(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=Tr
         return msgspec.json.encode(self).decode()
 
 
+KEYS = BlocksConfig.__struct_fields__
+RESERVED = ("separator", "auto", "guard")  # names that later versions give a meaning
+
+
 def load_config(path: str | os.PathLike[str] | None, *, layer_plan: str | None = None) -> Config:
     """Read `path`, else the file named by SGLANG_BLOCKREUSE_CONFIG, else the defaults.
 
@@ -84,11 +88,11 @@ def _read(path: Path) -> Config:
         return msgspec.yaml.decode(raw, type=Config)
     except msgspec.ValidationError as error:
         raise ConfigError(
-            f"{path}: {error}. Allowed keys: blocks {{{', '.join(BlocksConfig.__struct_fields__)}}}, "
+            f"{path}: {error}. Allowed keys: blocks {{{', '.join(k for k in KEYS if k not in RESERVED)}}}, "
             "layers {plan}, kernels, strict."
         ) from None
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{path}: neither YAML nor JSON: {error}") from None
+        raise ConfigError(f"{path}: neither YAML nor JSON: {error}. Mend the file at that place.") from None
 
 
 def _check(config: Config, source: str) -> None:
@@ -116,7 +120,7 @@ def _check(config: Config, source: str) -> None:
                 "it takes weight away from unrepaired keys: finite and not above 0",
                 "Use 0 for off.",
             )
-    for key in ("separator", "auto", "guard"):
+    for key in RESERVED:
         if getattr(blocks, key):
             fail(
                 key,

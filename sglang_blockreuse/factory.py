@@ -59,9 +59,9 @@ def check_server(ctx: Any) -> None:
     rules: list[tuple[bool, str, str]] = [
         (
             {attention, prefill, decode} - {None} != {"blockreuse"},
-            f"attention backends are {attention}, prefill {prefill}, decode {decode}; "
-            "virtual rows need --attention-backend blockreuse for all of them",
-            "Add --attention-backend blockreuse and drop the other two flags.",
+            f"the attention backend is {attention} (prefill: {prefill}, decode: {decode}), but only blockreuse "
+            "computes several stretches of one prompt in one step",
+            "Use --attention-backend blockreuse, without --prefill- or --decode-attention-backend.",
         ),
         (
             ctx.disable_radix_cache,

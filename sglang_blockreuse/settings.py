@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .config import Config, ConfigError, load_config
-from .layers.plan_loader import load_plan
+from .layers.plan_loader import LayerPlan, load_plan
 
 
 def config_of(server_args: Any) -> Config:
@@ -22,9 +22,25 @@ def check_cli(server_args: Any) -> None:
             f"--{chosen[0].replace('_', '-')} is given, but neither --attention-backend nor --radix-cache-backend "
             "is blockreuse, so nothing would read it. Launch with `sglang-blockreuse serve`, or name the backends."
         )
-    config = config_of(server_args)
-    if config.layers.plan is not None:
-        load_plan(config.layers.plan)
+    runnable_plan(config_of(server_args))
+    if server_args.radix_cache_backend == "blockreuse" and server_args.page_size not in (None, 1):
+        raise ConfigError(
+            f"--page-size is {server_args.page_size}, but blocks are cut at single tokens. "
+            "Use --page-size 1 with --radix-cache-backend blockreuse."
+        )
+
+
+def runnable_plan(config: Config) -> LayerPlan | None:
+    """The chosen plan, or None. Raises PlanError, or ConfigError for a plan that this version cannot run."""
+    if config.layers.plan is None:
+        return None
+    plan = load_plan(config.layers.plan)
+    if any(entry.role != "dense" for entry in plan.spec.layers):
+        raise ConfigError(
+            f"layer plan {config.layers.plan!r} (--layer-plan or layers.plan) has layers that are not dense, "
+            "but this version of the attention backend runs dense layers only. Choose full."
+        )
+    return plan
 
 
 def _backends(server_args: Any) -> set[str | None]:

@@ -13,6 +13,7 @@ from servers import extended_server
 
 pytestmark = pytest.mark.engine
 LIBRARY = Library(seed=5)
+SPANS = LIBRARY.prompt((2, 1))[1]
 USAGE_KEYS = {
     "mode",
     "policy",
@@ -73,11 +74,16 @@ def test_usage_accounts_for_every_prompt_token(server):
         pytest.param({"blockreuse_mode": "off", "blockreuse_spans": [0, 50]}, "mode_off", id="off"),
         pytest.param({"blockreuse_mode": "exact", "blockreuse_spans": [0, 50]}, "mode_exact", id="exact"),
         pytest.param({"blockreuse_spans": [0, 9]}, "blocks_too_short", id="short block"),
+        pytest.param(
+            {"blockreuse_spans": SPANS, "blockreuse_budget": 1.0}, "all_repaired", id="all repaired"
+        ),
+        pytest.param({"blockreuse_spans": SPANS, "logprob_start_len": 3}, "input_logprobs", id="logprobs"),
     ],
 )
 def test_what_is_not_reused_says_why(server, params, reason):
     ids, _ = LIBRARY.prompt((2, 1))
-    ids[0] += 1  # no exact prefix
+    if reason != "all_repaired":
+        ids[0] += 1  # no exact prefix
     assert usage(ask(server, ids, **params))["skipped_reason"] == reason
 
 
@@ -127,6 +133,21 @@ def test_the_server_answers_after_every_kind_of_bad_request(server):
         body = {"input_ids": ids, "sampling_params": {"custom_params": {"blockreuse_spans": bad}}}
         assert requests.post(server.url + "/generate", json=body, timeout=60).status_code == 400, bad
     assert usage(ask(server, ids, blockreuse_spans=spans))["reused_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input_ids": [1, 2, 999_999]},
+        {"input_ids": [1, 2, -5]},
+        {"input_ids": [1, 2, 3], "return_logprob": True, "logprob_start_len": -7},
+        {"input_ids": [1, 2, 3], "sampling_params": {"custom_params": "abc"}},
+    ],
+    ids=["beyond the vocabulary", "negative id", "negative logprob start", "custom_params is text"],
+)
+def test_what_would_end_the_stock_server_is_a_400(server, body):
+    assert requests.post(server.url + "/generate", json=body, timeout=60).status_code == 400
+    assert requests.get(server.url + "/health", timeout=60).status_code == 200
 
 
 def test_openai_completions_take_token_spans(server, client):

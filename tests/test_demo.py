@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import psutil
 import pytest
@@ -231,7 +232,11 @@ class TestRun:
 
     @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
     def test_an_interrupted_run_leaves_no_server(self, tmp_path, model_path, number, status):
-        demo = subprocess.Popen(demo_command(tmp_path), stderr=subprocess.PIPE, text=True)
+        # a shell's background job, such as a CI run, ignores SIGINT and would hand that down
+        as_in_a_terminal = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        demo = subprocess.Popen(
+            demo_command(tmp_path), stderr=subprocess.PIPE, text=True, preexec_fn=as_in_a_terminal
+        )
         log = tmp_path / "stock.log"
         _wait_for(lambda: log.exists() and "server_args=" in log.read_text())
         servers = psutil.Process(demo.pid).children(recursive=True)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from strategies import spans
 
-from sglang_blockreuse.blocks.request import RequestError, parse_options, parse_spans
+from sglang_blockreuse.blocks.request import RequestError, check_prompt, parse_options, parse_spans
 from sglang_blockreuse.config import BlocksConfig
 from sglang_blockreuse.types import Interval
 
@@ -48,6 +48,7 @@ def test_malformed_spans_are_refused_with_their_value(flat, says):
     [
         ("blockreuse_mode", "fast"),
         ("blockreuse_mode", ["reuse"]),
+        ("blockreuse_mode", 7),
         ("blockreuse_policy", "best"),
         ("blockreuse_policy", ["seam"]),
         ("blockreuse_tau", -1),
@@ -84,3 +85,24 @@ def test_a_request_overrides_the_configuration():
 def test_no_custom_params_mean_no_blocks():
     assert parse_options(None, prompt_len=10, config=BlocksConfig()).spans == ()
     assert parse(blockreuse_spans=[0, 10]).spans == (Interval(0, 10),)
+
+
+@pytest.mark.parametrize("params", ["abc", [1, 2], 5, True])
+def test_custom_params_that_are_no_object_are_refused(params):
+    with pytest.raises(RequestError, match="must be an object"):
+        parse_options(params, prompt_len=10, config=BlocksConfig())
+
+
+def test_null_means_left_out():
+    keys = ("mode", "policy", "tau", "budget", "spans")
+    assert parse(**{f"blockreuse_{key}": None for key in keys}) == parse()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "start", "says"),
+    [([1, 99, 100], -1, "holds 100"), ([-1], -1, "holds -1"), ([1], -7, "logprob_start_len is -7")],
+)
+def test_what_the_host_dies_of_is_refused(tokens, start, says):
+    check_prompt([0, 99], vocab_size=100, logprob_start_len=0)
+    with pytest.raises(RequestError, match=says):
+        check_prompt(tokens, vocab_size=100, logprob_start_len=start)

@@ -30,10 +30,12 @@ MAX_COMPILE_SHARE = 0.8
 ADMISSION_VERDICTS = (
     "not_cached",
     "exact_prefix",
+    "all_repaired",
+    "input_logprobs",
+    "blocks_too_short",
     "pool_too_small",
     "compile_off",
     "queue_full",
-    "blocks_too_short",
 )
 
 
@@ -154,6 +156,7 @@ class BlockManager:
             state.plan, state.home_slots, state.first_local = plan, [h.slots for h in hits], plan.first_local
         else:
             self._unlock(state)
+            state.usage.skipped_reason = "all_repaired" if hits else None
 
     def _account(self, req: Any, state: RequestState) -> None:
         usage, plan = state.usage, state.plan
@@ -164,8 +167,17 @@ class BlockManager:
         usage.fresh_tokens = prompt_len - usage.prefix_tokens - usage.reused_tokens - usage.repaired_tokens
         usage.recompute_ratio = round(plan.num_repaired / plan.block_end, 6) if plan else 0.0
         if state.may_reuse() and plan is None:
-            covered = state.options.spans[-1].end <= req.prefix_len
-            usage.skipped_reason = "exact_prefix" if covered else state.not_compiled or "not_cached"
+            usage.skipped_reason = self._verdict(req, state)
+
+    def _verdict(self, req: Any, state: RequestState) -> str:
+        """Why an admission that was allowed to reuse did not."""
+        # the last token of a prompt is never a prefix hit
+        last = min(state.options.spans[-1].end, len(req.origin_input_ids) - 1)
+        if last <= req.prefix_len:
+            return "exact_prefix"
+        if _logprob_limit(req) <= state.options.spans[-1].start:
+            return "input_logprobs"
+        return state.not_compiled or "not_cached"
 
     def give_up(self, req: Any, reason: str) -> None:
         """Serve the request without reuse."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..config import POLICIES, BlocksConfig
@@ -22,7 +22,10 @@ def parse_options(params: Mapping[str, Any] | None, *, prompt_len: int, config: 
     Entries of others are left alone. Without a mode, a request is in mode `reuse`,
     which changes nothing where no span is given. Raises RequestError.
     """
-    given = {k: v for k, v in (params or {}).items() if isinstance(k, str) and k.startswith(PREFIX)}
+    if params is not None and not isinstance(params, Mapping):
+        raise RequestError(f"custom_params is {_short(params)}, but it must be an object with keys.")
+    # null means the same as leaving a key out
+    given = {k: v for k, v in (params or {}).items() if str(k).startswith(PREFIX) and v is not None}
     unknown = sorted(given.keys() - set(KEYS))
     if unknown:
         raise RequestError(f"custom_params.{unknown[0]} is unknown. Allowed: {', '.join(KEYS)}.")
@@ -78,6 +81,19 @@ def parse_spans(flat: Any, prompt_len: int) -> tuple[Interval, ...]:
             )
         previous_end = span.end
     return spans
+
+
+def check_prompt(tokens: Sequence[int], *, vocab_size: int, logprob_start_len: int) -> None:
+    """Refuse what the host lets through and then dies of. Raises RequestError."""
+    outside = next((t for t in tokens if not 0 <= t < vocab_size), None)
+    if outside is not None:
+        raise RequestError(
+            f"input_ids holds {outside}, which is no token of the model. Allowed: 0..{vocab_size - 1}."
+        )
+    if logprob_start_len < -1:
+        raise RequestError(
+            f"logprob_start_len is {logprob_start_len}, but it must be a position of the prompt, or -1 for none."
+        )
 
 
 def _is_int(value: Any) -> bool:

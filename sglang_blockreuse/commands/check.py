@@ -120,11 +120,15 @@ def find_contract() -> Iterator[Finding]:
 
 def find_config(path: str | None) -> Iterator[Finding]:
     from ..config import CONFIG_ENV, ConfigError, load_config
+    from ..layers.plan import PlanError
+    from ..settings import runnable_plan
 
     source = path or os.environ.get(CONFIG_ENV) or "built-in defaults"
     try:
-        yield Finding("configuration", source, "ok", load_config(path).describe())
-    except ConfigError as error:
+        config = load_config(path)
+        runnable_plan(config)
+        yield Finding("configuration", source, "ok", config.describe())
+    except (ConfigError, PlanError) as error:
         yield Finding("configuration", source, "FAIL", str(error))
 
 

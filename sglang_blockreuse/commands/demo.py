@@ -24,19 +24,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, default=DEFAULT_OUT, metavar="DIR", help=f"default: {DEFAULT_OUT}/"
     )
     parser.add_argument(
-        "--prompts", type=_positive, default=12, metavar="N", help="measured prompts (default: 12)"
+        "--prompts", type=positive_number, default=12, metavar="N", help="measured prompts (default: 12)"
     )
     parser.add_argument(
-        "--documents", type=_positive, default=12, metavar="M", help="documents in the pool (default: 12)"
+        "--documents",
+        type=positive_number,
+        default=12,
+        metavar="M",
+        help="documents in the pool (default: 12)",
     )
     parser.add_argument(
-        "--per-prompt", type=_positive, default=8, metavar="K", help="documents per prompt (default: 8)"
+        "--per-prompt", type=positive_number, default=8, metavar="K", help="documents per prompt (default: 8)"
     )
     parser.add_argument(
-        "--new-tokens", type=_positive, default=24, metavar="N", help="tokens per answer (default: 24)"
+        "--new-tokens", type=positive_number, default=24, metavar="N", help="tokens per answer (default: 24)"
     )
     parser.add_argument(
-        "--scored", type=_positive, default=8, metavar="N", help="answer tokens compared (default: 8)"
+        "--scored", type=positive_number, default=8, metavar="N", help="answer tokens compared (default: 8)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of documents, orders and questions (default: 0)")
     parser.add_argument(
@@ -92,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _positive(text: str) -> int:
+def positive_number(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not allowed: give 1 or more")

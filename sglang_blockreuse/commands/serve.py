@@ -41,8 +41,15 @@ def run(words: Sequence[str]) -> int:
         return 0
     from sglang.cli.main import main
 
+    from ..config import ConfigError
+    from ..layers.plan import PlanError
+
     sys.argv = ["sglang", "serve", *sglang_words(words)]
-    main()
+    try:
+        main()
+    except (ConfigError, PlanError) as error:
+        print(f"sglang-blockreuse serve: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -10,9 +10,8 @@ import logging
 from typing import Any
 
 from ..config import Config, ConfigError
-from ..settings import config_of
+from ..settings import config_of, runnable_plan
 from .plan import BoundPlan
-from .plan_loader import load_plan
 
 logger = logging.getLogger(__name__)
 
@@ -37,16 +36,14 @@ def create_attention_backend(runner: Any) -> Any:
 
 def bind_layer_plan(config: Config, model_config: Any) -> BoundPlan | None:
     """The plan bound to the model, or None where none was chosen. Raises PlanError or ConfigError."""
-    if config.layers.plan is None:
+    plan = runnable_plan(config)
+    if plan is None:
         return None
     architectures = getattr(model_config.hf_config, "architectures", None) or [None]
-    plan = load_plan(config.layers.plan).bind(model_config.num_hidden_layers, architectures[0])
-    if not plan.is_dense:
-        raise ConfigError(
-            f"layers.plan is {config.layers.plan!r}, which has layers that are not dense, but this version "
-            "of the attention backend runs dense layers only. Choose full, or a plan whose layers are all dense."
-        )
-    return plan
+    bound = plan.bind(model_config.num_hidden_layers, architectures[0])
+    for warning in bound.warnings:
+        logger.warning("blockreuse: %s", warning)
+    return bound
 
 
 def _cpu(runner: Any, config: Config) -> Any:

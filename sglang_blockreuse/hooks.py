@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from .blocks.manager import attach_fold
-from .blocks.rows import fold_of, unfold
+from .blocks.rows import attach, fold_of, unfold
 from .radix_cache import BlockReuseCache
 from .scheduler import accept_request, adder_class, streamer_class
 
@@ -54,10 +53,12 @@ def init_forward_batch(
         if manager.tags is not None and batch.out_cache_loc is not None:
             manager.tags.written(batch.out_cache_loc)
         return original(cls, batch, model_runner, **kwargs)
-    to_run, fold = manager.prepare_forward(batch, model_runner.req_to_token_pool.req_to_token)
+    to_run, fold = manager.fold_or_compute(batch, model_runner.req_to_token_pool.req_to_token)
     forward_batch = original(cls, to_run, model_runner, **kwargs)
-    attach_fold(forward_batch, fold)
-    if fold is not None and batch.sampling_info is not None:
+    if fold is None:
+        return forward_batch
+    attach(forward_batch, fold)
+    if batch.sampling_info is not None:
         # the folded batch carried no grammars, because it has several rows per request
         batch.sampling_info.grammars = [r.grammar for r in batch.reqs] if batch.has_grammar else None
     return forward_batch

@@ -37,7 +37,7 @@ class _BlockReuseAdder(PrefillAdder):
         manager: BlockManager = self.tree_cache.blocks
         if not manager.ready(req):
             return AddReqResult.CONTINUE  # stays queued, its homes are prefilled first
-        manager.plan(req)
+        manager.plan_or_compute(req)
         verdict = super().add_one_req(req, *args, **kwargs)
         if self._admitted(req):
             return verdict

@@ -136,6 +136,21 @@ class TestDegeneration:
         assert distance(copied, computed) == 0.0
 
 
+class TestErrorsOfOurs:
+    @pytest.mark.parametrize("stage", ["plan", "load"])
+    def test_an_error_costs_the_request_its_reuse_only(self, server, stage):
+        ids, spans = LIBRARY.prompt(OTHER)
+        full = reference(server, ids)
+        know(server, LIBRARY)
+        answer = ask(server, ids, blockreuse_spans=spans, blockreuse_tau=0, testing_break=stage)
+        assert usage(answer)["skipped_reason"] == "internal_error"
+        assert usage(answer)["reused_tokens"] == 0
+        assert answer["output_ids"] == full["output_ids"]
+        assert distance(answer, full) <= FULL_PREFILL_LOGPROB
+        assert usage(ask(server, ids, blockreuse_spans=spans, blockreuse_mode="exact"))["prefix_tokens"] > 100
+        server.flush_cache()  # the server lives, and nothing is locked any more
+
+
 class TestIdentity:
     def test_exact_requests_never_read_local_kv(self, server):
         ids, spans = LIBRARY.prompt(OTHER)

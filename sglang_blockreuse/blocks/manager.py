@@ -17,7 +17,7 @@ from .load import KvLoader
 from .match import Hit, Namespace, Tree, find
 from .plan import build_plan
 from .request import parse_options
-from .rows import attach, fold_batch
+from .rows import fold_batch
 from .split import Home, compile_prefix, homes
 from .tags import SlotTags
 
@@ -128,6 +128,15 @@ class BlockManager:
 
     # -- admission -------------------------------------------------------------------------
 
+    def plan_or_compute(self, req: Any) -> None:
+        """`plan`, and an error of ours costs the request its reuse, never the server its life."""
+        try:
+            self.plan(req)
+        except Exception:
+            logger.exception("blockreuse: request %s is served without block reuse", req.rid)
+            self.metrics.add("errors_total")
+            self.give_up(req, "internal_error")
+
     def plan(self, req: Any) -> None:
         """Look the blocks up behind the request's exact prefix, lock their homes and plan the prefill."""
         state: RequestState | None = getattr(req, "blockreuse", None)
@@ -201,6 +210,21 @@ class BlockManager:
 
     # -- forward ---------------------------------------------------------------------------
 
+    def fold_or_compute(self, batch: Any, req_to_token: torch.Tensor) -> tuple[Any, Fold | None]:
+        """`prepare_forward`, or the batch as it is: every position has a slot, so all of it can be computed."""
+        try:
+            return self.prepare_forward(batch, req_to_token)
+        except Exception:
+            logger.exception("blockreuse: a prefill step computes everything")
+            self.metrics.add("errors_total")
+            for req in batch.reqs:
+                if plan_of(req) is not None:
+                    # first_local stays: an earlier chunk of the request may have copied
+                    self.release(req)
+                    req.blockreuse.usage.skipped_reason = "internal_error"
+                    self._account(req, req.blockreuse)
+            return batch, None
+
     def prepare_forward(self, batch: Any, req_to_token: torch.Tensor) -> tuple[Any, Fold | None]:
         """Load what the batch reuses and fold its requests into rows.
 
@@ -259,11 +283,6 @@ class BlockManager:
 def plan_of(req: Any) -> BlockPlan | None:
     state: RequestState | None = getattr(req, "blockreuse", None)
     return None if state is None else state.plan
-
-
-def attach_fold(forward_batch: Any, fold: Fold | None) -> None:
-    if fold is not None:
-        attach(forward_batch, fold)
 
 
 def _namespace(req: Any) -> Namespace:

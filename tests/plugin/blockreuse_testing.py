@@ -2,6 +2,7 @@
 
     testing_max_prefix: int         limit the exact prefix, so that blocks behind it are looked up
     testing_rows: [a1, b1, ...]     compute the prompt in these virtual rows, copy nothing
+    testing_break: "plan" | "load"  make that stage fail
     testing_all_homes: true         give a home also to the block that continues the compile prefix
 
 Put this folder on PYTHONPATH of the server under test.
@@ -30,6 +31,11 @@ def limit_prefix(result, req, *args, **kwargs):
 
 
 def force_rows(result, manager, req):
+    broken = knob(req, "testing_break")
+    if broken == "plan" and req.blockreuse.plan is not None:
+        raise RuntimeError("testing_break")
+    if broken == "load" and req.blockreuse.plan is not None:
+        req.blockreuse.home_slots = None
     flat = knob(req, "testing_rows")
     if not flat:
         return

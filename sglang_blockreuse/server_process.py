@@ -68,9 +68,24 @@ class Server:
         response.raise_for_status()
         return response.json() if "json" in response.headers.get("content-type", "") else response.text
 
-    def flush_cache(self) -> None:
-        """Forget every cached token; the server must be idle."""
-        self.post("/flush_cache")
+    def flush_cache(self, *, wait_s: float = 30.0) -> None:
+        """Forget every cached token.
+
+        The server does so only while it is idle, and a request that was answered may still occupy it for a
+        step; tries again for `wait_s`.
+
+        Raises:
+            requests.HTTPError: the server was still busy after that.
+        """
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                self.post("/flush_cache")
+                return
+            except requests.HTTPError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(POLL_S)
 
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")

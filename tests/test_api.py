@@ -145,7 +145,7 @@ def test_the_server_answers_after_every_kind_of_bad_request(server):
     ],
     ids=["beyond the vocabulary", "negative id", "negative logprob start", "custom_params is text"],
 )
-def test_what_would_end_the_stock_server_is_a_400(server, body):
+def test_what_would_end_the_scheduler_is_a_400(server, body):
     assert requests.post(server.url + "/generate", json=body, timeout=60).status_code == 400
     assert requests.get(server.url + "/health", timeout=60).status_code == 200
 

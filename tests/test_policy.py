@@ -18,7 +18,7 @@ def positions(intervals) -> list[int]:
 
 def evidence(num: int, seed: int = 0) -> Evidence:
     rng = np.random.default_rng(seed)
-    return Evidence(rng.random(num, dtype=np.float32), rng.random(num, dtype=np.float32))
+    return Evidence(rng.random((3, num), dtype=np.float32), rng.random(num, dtype=np.float32))
 
 
 @st.composite
@@ -65,12 +65,23 @@ def test_large_budgets_are_spent_in_longer_pieces(name):
 
 
 def test_query_takes_what_the_question_looks_at():
-    attention = np.zeros(100, dtype=np.float32)
-    attention[40:44] = 1.0
+    attention = np.zeros((3, 100), dtype=np.float32)
+    attention[:, 40:44] = 1.0
     chosen = query(
-        Layout(segments=(Interval(10, 90),), budget_tokens=4, evidence=Evidence(attention_N=attention))
+        Layout(segments=(Interval(10, 90),), budget_tokens=4, evidence=Evidence(attention_3N=attention))
     )
     assert positions(chosen) == [40, 41, 42, 43]
+
+
+def test_each_view_of_the_question_counts_alike():
+    """One view is a thousand times larger in all, but no view outweighs the other two."""
+    attention = np.full((3, 100), 1e-3, dtype=np.float32)
+    attention[0, 30] = 1e3
+    attention[1:, 70] = 1.0
+    chosen = query(
+        Layout(segments=(Interval(10, 90),), budget_tokens=1, evidence=Evidence(attention_3N=attention))
+    )
+    assert positions(chosen) == [70]
 
 
 def test_head_takes_the_beginnings():

@@ -22,11 +22,7 @@ from ..types import Interval
 # a row of attention, whose index buffers and launches have an end.
 MAX_SCORED_RUNS = 160
 # Share of the budget that `head+query` spends on the heads of blocks before the question has its say.
-HEAD_SHARE = 0.5
-# Scores are averaged over so many neighbours: a token is worth little without its context.
-SMOOTHING = 3
-# Tokens behind a segment's start over which its KV is expected to stay as stale as there.
-STALE_LEN = 64
+HEAD_SHARE = 0.2
 
 Needs = Literal["layout", "question", "deviation"]
 
@@ -35,7 +31,8 @@ Needs = Literal["layout", "question", "deviation"]
 class Evidence:
     """What a probe measured for the positions of one request; see `probe.py`."""
 
-    attention_N: NDArray[np.float32] | None = None  # mass that the question's attention puts on a position
+    # [3, N]: what the question takes up of a position, summed over its tokens, at most, and at its last token
+    attention_3N: NDArray[np.float32] | None = None
     deviation_N: NDArray[np.float32] | None = None  # |k_new - k_old| / |k_new| at an early layer
 
 
@@ -95,8 +92,8 @@ def deviation(layout: Layout) -> list[Interval]:
 
 
 def query(layout: Layout) -> list[Interval]:
-    """The positions that the question looks at, weighed by how stale their KV is expected to be."""
-    return _top(layout, _expected_error(layout), layout.budget_tokens)
+    """The positions of which the question takes up most."""
+    return _top(layout, _interest(layout), layout.budget_tokens)
 
 
 def head_and_query(layout: Layout) -> list[Interval]:
@@ -104,7 +101,7 @@ def head_and_query(layout: Layout) -> list[Interval]:
     num_head = int(layout.budget_tokens * HEAD_SHARE)
     heads = _windows(layout.segments, [(share, 0) for share in _even(layout, num_head)])
     num_spent = sum(len(i) for i in heads)
-    return _top(layout, _expected_error(layout), layout.budget_tokens - num_spent, taken=heads)
+    return _top(layout, _interest(layout), layout.budget_tokens - num_spent, taken=heads)
 
 
 def random(layout: Layout) -> list[Interval]:
@@ -114,7 +111,7 @@ def random(layout: Layout) -> list[Interval]:
     num = layout.segments[-1].end
     seed = [num, layout.budget_tokens, *(s.start for s in layout.segments)]
     scores_N = np.random.default_rng(seed).random(num, dtype=np.float32)
-    return _top(layout, scores_N, layout.budget_tokens, smoothing=1)
+    return _top(layout, scores_N, layout.budget_tokens)
 
 
 def deal(capacities: Sequence[int], total: int) -> list[int]:
@@ -151,18 +148,20 @@ def _windows(segments: Sequence[Interval], windows: Sequence[tuple[int, int]]) -
     return [c for c in chosen if len(c)]
 
 
-def _expected_error(layout: Layout) -> NDArray[np.float32]:
-    """The question's attention, times the share of a position's KV that is expected to be wrong.
+def _interest(layout: Layout) -> NDArray[np.float32]:
+    """How much the question takes up of each position, over the segments alone.
 
-    The nearer a position is to the start of its segment, the more of the context is missing that a full
-    prefill would have seen.
+    Three views of the question count alike: all of its tokens, the one that looks hardest, and the last.
     """
-    assert layout.evidence.attention_N is not None
-    scores_N = np.zeros_like(layout.evidence.attention_N)
+    assert layout.evidence.attention_3N is not None
+    attention_3N = layout.evidence.attention_3N
+    inside_N = np.zeros(attention_3N.shape[1], dtype=bool)
     for segment in layout.segments:
-        attention = layout.evidence.attention_N[segment.start : segment.end]
-        scores_N[segment.start : segment.end] = attention / np.sqrt(1.0 + np.arange(len(segment)) / STALE_LEN)
-    return scores_N
+        inside_N[segment.start : segment.end] = True
+    scores_3N = np.where(inside_N, attention_3N, 0.0)
+    totals_31 = scores_3N.sum(axis=1, keepdims=True)
+    found: NDArray[np.float32] = (scores_3N / np.maximum(totals_31, np.float32(1e-20))).sum(axis=0)
+    return found
 
 
 def _top(
@@ -171,7 +170,6 @@ def _top(
     num: int,
     *,
     taken: Sequence[Interval] = (),
-    smoothing: int = SMOOTHING,
 ) -> list[Interval]:
     """`taken` and the `num` best positions of the segments outside of it, as intervals.
 
@@ -182,13 +180,12 @@ def _top(
     is_taken_N = np.zeros(len(scores_N) + 1, dtype=bool)
     for interval in taken:
         is_taken_N[interval.start : interval.end] = True
-    kernel = np.ones(smoothing, dtype=np.float32) / smoothing
     for segment in layout.segments:
-        smooth = np.convolve(scores_N[segment.start : segment.end], kernel, mode="same")[: len(segment)]
+        scores = scores_N[segment.start : segment.end]
         open_ = np.flatnonzero(~is_taken_N[segment.start : segment.end])
         for first in range(0, len(open_), piece_len):
             piece = open_[first : first + piece_len]
-            score = -float(smooth[piece].mean())
+            score = -float(scores[piece].mean())
             pieces.append((score, segment.start + int(piece[0]), segment.start + int(piece[-1]) + 1))
     pieces.sort()
     chosen = list(taken)

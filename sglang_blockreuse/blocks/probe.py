@@ -25,8 +25,9 @@ from .policy import Evidence
 
 Kind = Literal["question", "deviation", "guard"]
 
-# Layers, as shares of the depth, that the question's attention is averaged over; the probe ends with the last.
-QUESTION_LAYERS = (0.1, 0.5)
+# Layers, as shares of the depth, whose attention from the question counts; the probe ends with the last. Early
+# layers look for the same words, late-middle ones for what the answer needs.
+QUESTION_LAYERS = (0.4, 0.83)
 DEVIATION_DEPTH = (
     1  # layer 0 sees token and position alone, layer 1 is the first whose keys depend on context
 )
@@ -61,7 +62,7 @@ class Subject:
     rows: tuple[Interval, ...]  # positions that the probe computes, ascending
     first: int  # index of the request's first token in the probe's forward
     asked_T: Tensor | None = None  # indices, among the request's probed tokens, of the question
-    attention_N: Tensor | None = None  # float32
+    attention_3N: Tensor | None = None  # float32: summed over the question, its maximum, its last token's
     change_2T: Tensor | None = None  # float32: squared |k_new - k_old| and |k_new| per probed token
 
     @property
@@ -99,12 +100,12 @@ class Probe:
             if self._compared.get(subject.kind) == layer.layer_id:
                 self._compare(subject, k_THD, pool_SHD)
 
-    def after_write(self, layer: Any, q_TQD: Tensor, pool_SHD: Tensor) -> None:
-        """Queries of the forward's tokens, and the pool with the keys that they see. Raises ProbeDone."""
+    def after_write(self, layer: Any, q_TQD: Tensor, k_SHD: Tensor, v_SHD: Tensor) -> None:
+        """Queries of the forward's tokens, and the pools with what they see. Raises ProbeDone."""
         if layer.layer_id in self._question_layers:
             for subject in self.subjects:
                 if subject.kind == "question":
-                    _attend(subject, q_TQD, pool_SHD, scale=layer.scaling)
+                    _attend(subject, q_TQD, k_SHD, v_SHD, scale=layer.scaling)
         if layer.layer_id == self._last:
             raise ProbeDone
 
@@ -113,8 +114,8 @@ class Probe:
         return [self._evidence(subject) for subject in self.subjects]
 
     def _evidence(self, subject: Subject) -> Evidence:
-        if subject.attention_N is not None:
-            return Evidence(attention_N=_numpy(self.reduce(subject.attention_N)))
+        if subject.attention_3N is not None:
+            return Evidence(attention_3N=_numpy(self.reduce(subject.attention_3N)))
         if subject.change_2T is None:
             return Evidence()
         change_T, norm_T = self.reduce(subject.change_2T).cpu().sqrt()
@@ -147,20 +148,23 @@ def mean_deviation(evidence: Evidence, local: Sequence[Interval]) -> float:
     return float(values.mean()) if values.size else 0.0
 
 
-def _attend(subject: Subject, q_TQD: Tensor, pool_SHD: Tensor, *, scale: float) -> None:
-    """Add the attention mass that the question puts on each position, summed over its tokens and all heads."""
+def _attend(subject: Subject, q_TQD: Tensor, k_SHD: Tensor, v_SHD: Tensor, *, scale: float) -> None:
+    """Add how much of each position the question takes up: attention times the length of the value.
+
+    The length matters: sinks draw attention and give nothing, their values are short.
+    """
     assert subject.asked_T is not None
-    asked = subject.asked_T.to(q_TQD.device)
-    q_AQD = q_TQD[subject.first + asked].float()
-    k_NHD = pool_SHD[subject.slots_N].float()
-    num_asked, num_heads, num_kv_heads = q_AQD.shape[0], q_AQD.shape[1], k_NHD.shape[1]
-    q_HBD = q_AQD.unflatten(1, (num_kv_heads, num_heads // num_kv_heads)).permute(1, 2, 0, 3).flatten(1, 2)
-    logits_HBN = torch.matmul(q_HBD, k_NHD.permute(1, 2, 0)) * scale
+    slots_N, asked_A = subject.slots_N, subject.asked_T.to(q_TQD.device)
+    k_NHD, v_NHD = k_SHD[slots_N].float(), v_SHD[slots_N].float()
+    q_AHGD = q_TQD[subject.first + asked_A].float().unflatten(1, (k_NHD.shape[1], -1))
+    logits_HGAN = torch.einsum("ahgd,nhd->hgan", q_AHGD, k_NHD) * scale
     position_A = subject.positions()[subject.asked_T].to(q_TQD.device)
-    hidden_AN = torch.arange(len(subject.slots_N), device=q_TQD.device) > position_A[:, None]
-    logits_HGAN = logits_HBN.unflatten(1, (-1, num_asked)).masked_fill(hidden_AN, -torch.inf)
-    mass_N = logits_HGAN.softmax(dim=-1).sum(dim=(0, 1, 2))
-    subject.attention_N = mass_N if subject.attention_N is None else subject.attention_N + mass_N
+    hidden_AN = torch.arange(len(slots_N), device=q_TQD.device) > position_A[:, None]
+    weights_HGAN = logits_HGAN.masked_fill_(hidden_AN, -torch.inf).softmax(dim=-1)
+    taken_HGAN = weights_HGAN * v_NHD.norm(dim=-1).T[:, None, None]
+    by_query = (taken_HGAN.sum(dim=2), taken_HGAN.amax(dim=2), taken_HGAN[:, :, -1])
+    found_3N = torch.stack([x.sum(dim=(0, 1)) for x in by_query])
+    subject.attention_3N = found_3N if subject.attention_3N is None else subject.attention_3N + found_3N
 
 
 def _numpy(values: Tensor) -> NDArray[np.float32]:

@@ -120,7 +120,7 @@ class CpuAttnBackend(AttentionBackend):
             )
         q = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
         if probe is not None:
-            probe.after_write(layer, q, keys)
+            probe.after_write(layer, q, keys, self.token_to_kv_pool.get_value_buffer(layer.layer_id))
         out = torch.empty_like(q)
         run_attention(
             plan,

@@ -93,6 +93,7 @@ def ours(
     offset: int = 0,
     blocks: Mapping[str, Any] | None = None,
     flags: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
     """`sglang-blockreuse serve` with the `blocks` section given, else with that of the options."""
     section = blocks_section(options.blocks) if blocks is None else dict(blocks)
@@ -100,7 +101,7 @@ def ours(
     config = options.out / f"{name}.yaml"
     config.write_text(yaml.safe_dump({"blocks": section}))
     command = extended_command([*_flags(options), "--blockreuse-config", str(config), *flags])
-    with _started(name, command, options, offset) as server:
+    with _started(name, command, options, offset, env) as server:
         yield server
 
 
@@ -127,7 +128,12 @@ def _started(name: str, command: Sequence[str], options: argparse.Namespace, off
         log = options.out / f"{name}.log"
         server = stack.enter_context(
             running_server(
-                command, log=log, port=port, env=QUIET, timeout_s=options.start_timeout, on_progress=show
+                command,
+                log=log,
+                port=port,
+                env={**QUIET, **(env or {})},
+                timeout_s=options.start_timeout,
+                on_progress=show,
             )
         )
         bar.close()

@@ -20,14 +20,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import launch
 import report_quality
 import requests
 from contexts import CATEGORIES, SPLITS, Context, make_contexts
-from records import Log
+from records import Log, plain
 from tqdm import tqdm
 
 from sglang_blockreuse.config import POLICIES
@@ -49,12 +48,13 @@ class Arm:
     """One way to answer."""
 
     policy: str  # none: nothing is repaired
-    budget: float
+    budget: float | None  # None: the server's
     alone: bool = False  # homes are compiled without the text before the first block
 
     @property
     def name(self) -> str:
-        return f"{self.policy} {self.budget:g}{' alone' if self.alone else ''}"
+        budget = "" if self.budget is None else f" {self.budget:g}"
+        return f"{self.policy}{budget}{' alone' if self.alone else ''}"
 
 
 @dataclass(frozen=True)
@@ -135,12 +135,12 @@ def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
         {
             "record": "quality",
             "environment": environment.describe(),
-            "options": {key: str(v) if isinstance(v, Path) else v for key, v in vars(options).items()},
+            "options": plain(options),
         }
     )
     with server_of(options, alone=False) as server:
         assert server is not None
-        meter = Meter(server, tokenizer_end=end, log=log, label=options.label)
+        meter = Meter(server, end=end, log=log, label=options.label)
         oracles = {
             context.name: meter.oracle(context, options.new_tokens)
             for context in tqdm(contexts, desc="oracle", file=sys.stderr)
@@ -148,7 +148,7 @@ def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
         meter.run(contexts, oracles, arms)
     with server_of(options, alone=True) as server:
         if server is not None:
-            meter = Meter(server, tokenizer_end=end, log=log, label=options.label)
+            meter = Meter(server, end=end, log=log, label=options.label)
             meter.run(contexts, oracles, [Arm("none", 0.0, alone=True)])
     return log.records
 
@@ -172,9 +172,9 @@ def server_of(options: argparse.Namespace, *, alone: bool) -> Iterator[Server | 
 class Meter:
     """Measures contexts on one server and writes every measurement to the log."""
 
-    def __init__(self, server: Server, *, tokenizer_end: EndOfTurn, log: Log, label: str) -> None:
+    def __init__(self, server: Server, *, end: EndOfTurn, log: Log, label: str) -> None:
         self._server = server
-        self._end = tokenizer_end
+        self._end = end
         self._log = log
         self._label = label
         self._knows_question = knows_question(server)
@@ -222,7 +222,9 @@ class Meter:
         )
 
     def _params(self, context: Context, arm: Arm) -> dict[str, Any]:
-        params: dict[str, Any] = {"blockreuse_budget": arm.budget}
+        params: dict[str, Any] = {}
+        if arm.budget is not None:
+            params["blockreuse_budget"] = arm.budget
         if arm.policy != "none":
             params["blockreuse_policy"] = arm.policy
         if self._knows_question:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,18 @@ class Log:
         self.records.append(record)
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
+
+    def of(self, **values: Any) -> list[dict[str, Any]]:
+        """Records that hold these values."""
+        return [r for r in self.records if all(r.get(key) == value for key, value in values.items())]
+
+
+def plain(options: argparse.Namespace) -> dict[str, Any]:
+    """Options as JSON can carry them: paths and infinities as text."""
+    return {
+        key: str(value) if isinstance(value, Path) or value == math.inf else value
+        for key, value in vars(options).items()
+    }
 
 
 def read(paths: Iterable[Path]) -> list[dict[str, Any]]:

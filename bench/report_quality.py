@@ -48,13 +48,21 @@ def heading(records: Sequence[Record]) -> str:
     run = next((r for r in records if r["record"] == "quality"), None)
     if run is None:
         return "### Quality"
-    environment, options = run["environment"], run["options"]
-    packages = ", ".join(f"{k} {v}" for k, v in environment["packages"].items())
+    options = run["options"]
     return (
         f"### Quality: {options['split']} contexts, seed {options['seed']}\n\n"
-        f"{environment['hardware']['cpu']}, {environment['hardware']['cores']} cores, "
-        f"GPU {environment['hardware']['gpu'] or 'none'}; {packages}; commit {environment['commit']}; "
-        f"{environment['time']}; blocks {options['blocks'] or 'default'}"
+        f"{machine(run)}; blocks {options['blocks'] or 'default'}"
+    )
+
+
+def machine(run: Record) -> str:
+    """Where and with what a run was measured."""
+    environment = run["environment"]
+    hardware = environment["hardware"]
+    packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items())
+    return (
+        f"{hardware['cpu']}, {hardware['cores']} cores, GPU {hardware['gpu'] or 'none'}; {packages}; "
+        f"commit {environment['commit']}; {environment['time']}"
     )
 
 

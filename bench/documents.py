@@ -93,6 +93,14 @@ class RagRequest:
     turn: int
 
 
+@dataclass(frozen=True)
+class Marking:
+    """What an arm adds to a marked request."""
+
+    policy: str
+    budget: float | None  # None: the server's
+
+
 def made_source(law: Law, num_tokens: Callable[[str], int]) -> Source:
     """Documents of the law's lengths from the demo's templates, each with questions of one fact.
 

@@ -116,7 +116,13 @@ def _flags(options: argparse.Namespace) -> list[str]:
 
 
 @contextlib.contextmanager
-def _started(name: str, command: Sequence[str], options: argparse.Namespace, offset: int) -> Iterator[Server]:
+def _started(
+    name: str,
+    command: Sequence[str],
+    options: argparse.Namespace,
+    offset: int,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
     port = options.port + offset if options.port else None
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(tqdm(total=len(START_MARKS), desc=f"{name}: start", file=sys.stderr))

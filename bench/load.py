@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from documents import RagRequest
+from documents import Marking, RagRequest
 from sglang.benchmark import serving
 from sglang.benchmark.datasets import DATASET_MAPPING
 from sglang.benchmark.datasets.common import BaseDataset, DatasetRow
@@ -23,14 +23,6 @@ from sglang.test.test_utils import get_benchmark_args
 from sglang_blockreuse.server_process import Server
 
 DATASET = "blockreuse-rag"
-
-
-@dataclass(frozen=True)
-class Marking:
-    """What an arm adds to a marked request."""
-
-    policy: str
-    budget: float | None  # None: the server's
 
 
 @dataclass

@@ -29,8 +29,16 @@ import gate
 import launch
 import report_serving
 from contexts import Context
-from documents import Composer, Law, RagRequest, made_source, read_source, requests_of, warm_up_prompts
-from load import Marking, rows_of, run_load
+from documents import (
+    Composer,
+    Law,
+    Marking,
+    RagRequest,
+    made_source,
+    read_source,
+    requests_of,
+    warm_up_prompts,
+)
 from quality import Arm as QualityArm
 from quality import Meter
 from records import Log, plain
@@ -206,6 +214,8 @@ def servers_of(options: argparse.Namespace, names: set[str]) -> Iterator[dict[st
 
 def run_arm(options: argparse.Namespace, arm: Arm, server: Server, one: Round) -> dict[str, Any]:
     """One arm's turn: flush, show the documents, time the requests."""
+    from load import rows_of, run_load  # imports SGLang, which takes a while
+
     server.flush_cache()
     for prompt in one.warm_up:
         marks = {"custom_params": {"blockreuse_spans": list(prompt.spans)}} if arm.marking else {}

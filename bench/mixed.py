@@ -113,11 +113,12 @@ class MixedTraffic:
 
     def _reuse(self, case: Case, rng: random.Random, number: int) -> str | None:
         """Without log-probabilities, so that it may share mixed batches."""
-        marks: dict[str, Any] = {
-            "blockreuse_spans": case.spans,
-            "blockreuse_policy": rng.choice(self._policies),
-            "blockreuse_budget": rng.choice([0.0, 0.05, 0.1, 0.3]),
-        }
+        policy = rng.choice(self._policies)
+        marks: dict[str, Any] = {"blockreuse_spans": case.spans, "blockreuse_policy": policy}
+        if policy == "seam" and rng.random() < 0.5:
+            marks["blockreuse_tau"] = rng.choice([0, 4, 8])
+        else:
+            marks["blockreuse_budget"] = rng.choice([0.0, 0.05, 0.1, 0.3])
         answer = self._server.generate(
             input_ids=case.ids, sampling_params=greedy(self._num_new_tokens, **marks)
         )

@@ -39,8 +39,8 @@ from documents import (
     requests_of,
     warm_up_prompts,
 )
-from quality import Arm as QualityArm
-from quality import Meter
+from meter import Arm as MeterArm
+from meter import Meter
 from records import Log, plain
 from tqdm import tqdm
 
@@ -287,7 +287,7 @@ def check(
     }
     for arm in arms:
         if arm.marking:
-            wanted = QualityArm(arm.marking.policy, arm.marking.budget)
+            wanted = MeterArm(arm.marking.policy, arm.marking.budget)
             meters[arm.server].run(contexts, oracles[arm.server], [wanted])
             verdict = gate.judge(log.of(label=f"gate {arm.server}", policy=wanted.policy), bounds)
         elif arm.name == "unmarked" and "stock" in servers:

@@ -11,9 +11,9 @@ import report_quality
 import report_serving
 from contexts import Context
 from gate import Bounds, judge, outcome_problems
+from meter import COVERED, covering, problem
+from meter import Arm as MeterArm
 from mixed import same_up_to_a_tie
-from quality import COVERED, covering, problem
-from quality import Arm as QualityArm
 from serving import Arm, account, turn_order
 from soak import growth_problems, memory_slope
 from stats import bootstrap, gap_share, paired_ratio, percentile, slope_per_hour
@@ -116,8 +116,8 @@ def usage(**values):
 
 class TestProblems:
     def test_a_measurement_that_reused_all_it_could_is_one(self):
-        assert problem(CONTEXT, QualityArm("seam", 0.05), usage()) is None
-        assert problem(CONTEXT, QualityArm("none", 0.0, alone=True), usage(reused_tokens=340)) is None
+        assert problem(CONTEXT, MeterArm("seam", 0.05), usage()) is None
+        assert problem(CONTEXT, MeterArm("none", 0.0, alone=True), usage(reused_tokens=340)) is None
 
     @pytest.mark.parametrize(
         ("found", "message"),
@@ -129,7 +129,7 @@ class TestProblems:
         ids=["skipped", "longer prefix", "stock server"],
     )
     def test_others_are_none(self, found, message):
-        assert message in problem(CONTEXT, QualityArm("seam", 0.05), found)
+        assert message in problem(CONTEXT, MeterArm("seam", 0.05), found)
 
 
 def measurement(context="A/0", policy="seam", budget=0.05, *, kl=0.02, same=True, problem=None, alone=False):

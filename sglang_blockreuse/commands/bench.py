@@ -35,12 +35,15 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     script = folder / f"{arguments.benchmark}.py"
     # as `python bench/quality.py` would have it: the script's folder comes first
-    sys.path.insert(0, str(folder))
-    sys.argv = [str(script), *arguments.words]
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    words, sys.argv = sys.argv, [str(script), *arguments.words]
     try:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    finally:
+        sys.argv = words
     return 0
 
 

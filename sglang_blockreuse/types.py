@@ -155,7 +155,8 @@ class Usage:
     fresh_tokens: int = 0
     recompute_ratio: float = 0.0  # |T| / N, N = tokens up to the end of the last block
     skipped_reason: str | None = None
-    guard: str | None = None
+    # {"verdict": "passed" | "raised" | "full", "deviation": float}; None where no guard judged
+    guard: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
@@ -175,6 +176,7 @@ class RequestState:
     home_slots: list[Any] = field(default_factory=list)
     locks: list[Any] = field(default_factory=list)  # tree locks on the homes
     waits_for: set[str] = field(default_factory=set)  # ids of home requests that come first
+    waits_since: float | None = None  # seconds, monotonic; None where it waits for nothing
 
     def may_reuse(self) -> bool:
         return self.options.mode == "reuse" and self.usage.skipped_reason is None

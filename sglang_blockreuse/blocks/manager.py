@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -125,7 +126,13 @@ class BlockManager:
         if state is None or not state.waits_for:
             return True
         state.waits_for = self.compiler.in_flight(state.waits_for)
-        return not state.waits_for
+        if state.waits_for:
+            state.waits_since = state.waits_since or time.monotonic()
+            return False
+        if state.waits_since is not None:
+            self.metrics.add("home_wait_seconds_total", time.monotonic() - state.waits_since)
+            state.waits_since = None
+        return True
 
     # -- admission -------------------------------------------------------------------------
 
@@ -152,15 +159,19 @@ class BlockManager:
             limit = min(end, _logprob_limit(req))
             hits = self._find_path(req, state, start, limit)
             covered = hits[-1].segment.interval.end if hits else start
-            hits += find(
-                self._tree,
-                self._homes(req, state),
-                start=covered,
-                end=limit,
-                namespace=_namespace(req),
-            )
+            wanted = [home for home in self._homes(req, state) if home.span.end > covered]
+            found = find(self._tree, wanted, start=covered, end=limit, namespace=_namespace(req))
+            self._count(wanted, found)
+            hits += found
             self._adopt(state, hits, start=start, end=end)
         self._account(req, state)
+
+    def _count(self, wanted: Sequence[Home], found: Sequence[Hit]) -> None:
+        held = {hit.segment.block: hit.segment.interval.end for hit in found}
+        for home in wanted:
+            end = held.get(home.block)
+            kind = "none" if end is None else "whole" if end == home.span.end else "part"
+            self.metrics.add("blocks_total", found=kind)
 
     def _find_path(self, req: Any, state: RequestState, start: int, end: int) -> list[Hit]:
         """The local path behind the exact prefix [0, start), locked: what an earlier turn left, if it did.

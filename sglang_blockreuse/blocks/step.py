@@ -191,9 +191,10 @@ class PrefillSteps:
                 for run in plan.runs
                 if len(piece := run.clip(segment.interval.start, segment.interval.end))
             ]
-            excess = mean_deviation(found.get(part.index, Evidence()), repaired) / bound
+            deviation = mean_deviation(found.get(part.index, Evidence()), repaired)
+            excess = deviation / bound
             verdict = "passed" if excess <= 1 else "raised" if excess <= 2 else "full"
-            part.state.usage.guard = verdict
+            part.state.usage.guard = {"verdict": verdict, "deviation": round(deviation, 6)}
             self._metrics.add("guard_total", verdict=verdict)
             if verdict == "raised":
                 budget = self._raised(part)

@@ -51,7 +51,7 @@ def test_a_full_prefill_agrees_with_itself(measured):
 
 def test_every_answer_token_is_compared_and_the_share_is_the_server_s(measured):
     for budget, policy in ((0.0, "none"), (0.9, "seam")):
-        (found,) = measured.of(policy=policy, forced="oracle")
+        (found,) = measured.of(policy=policy, budget=budget, forced="oracle")
         assert found["problem"] is None
         assert len(found["kl"]) == len(found["same_top"]) <= NUM_TOKENS
         assert found["usage"]["recompute_ratio"] == pytest.approx(budget, abs=0.01)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +16,15 @@ from records import Log
 from tqdm import tqdm
 
 from sglang_blockreuse.config import BlocksConfig
-from sglang_blockreuse.demo.client import EndOfTurn, Position, Scored, score
+from sglang_blockreuse.demo.client import EndOfTurn, Position, Scored, score, usage_of
 from sglang_blockreuse.demo.compare import kl_divergence
 from sglang_blockreuse.server_process import Server
 
 NUM_TOP = 200  # tokens of the oracle that are compared one by one, at most; the others are one event
 COVERED = 0.9999  # probability beyond which fewer are enough
 EXACT = {"blockreuse_mode": "exact"}
+
+Params = dict[str, Any]  # a request's custom_params
 
 
 @dataclass(frozen=True)
@@ -81,24 +84,34 @@ class Meter:
             self._record(context, Arm("full", 1.0), one, again, problem=None, seconds=0.0)
         return forced
 
-    def run(self, contexts: Sequence[Context], oracles: dict[str, list[Forced]], arms: Sequence[Arm]) -> None:
+    def run(
+        self,
+        contexts: Sequence[Context],
+        oracles: dict[str, list[Forced]],
+        arms: Sequence[Arm],
+        *,
+        decode: bool = False,
+    ) -> None:
+        """Measure every context under every arm. With `decode` the answer is generated instead of forced."""
         with tqdm(total=len(contexts) * len(arms), desc="measure", file=sys.stderr) as bar:
             for context in contexts:
                 self._server.flush_cache()
                 for arm in arms:
                     bar.set_postfix_str(f"{context.name} {arm.name}", refresh=False)
-                    for forced in oracles[context.name]:
-                        self._measure(context, arm, forced)
+                    for forced in oracles[context.name][: 1 if decode else None]:
+                        self._measure(context, arm, forced, self._decode if decode else self._score)
                     bar.update()
 
-    def _measure(self, context: Context, arm: Arm, forced: Forced) -> None:
+    def _measure(
+        self, context: Context, arm: Arm, forced: Forced, ask: Callable[[Context, Forced, Params], Scored]
+    ) -> None:
         started = time.perf_counter()
         params = self._params(context, arm)
-        scored = self._score(context, forced, params)
+        scored = ask(context, forced, params)
         if shrunk(context, arm, scored.usage):
             # an earlier measurement left a longer exact prefix than the documents' first sight has
             self._server.flush_cache()
-            scored = self._score(context, forced, params)
+            scored = ask(context, forced, params)
         seconds = time.perf_counter() - started
         self._record(
             context, arm, forced, scored, problem=problem(context, arm, scored.usage), seconds=seconds
@@ -115,7 +128,7 @@ class Meter:
             params["blockreuse_question"] = [context.prompt.spans[-1], len(context.prompt.input_ids)]
         return params
 
-    def _score(self, context: Context, forced: Forced, params: dict[str, Any]) -> Scored:
+    def _score(self, context: Context, forced: Forced, params: Params) -> Scored:
         return score(
             self._server,
             context.prompt,
@@ -125,6 +138,30 @@ class Meter:
             token_ids=forced.support,
             custom_params=params,
         )
+
+    def _decode(self, context: Context, forced: Forced, params: Params) -> Scored:
+        """Generate; positions behind the first other token are left out, because there the texts differ."""
+        answer = self._server.generate(
+            input_ids=list(context.prompt.input_ids),
+            sampling_params={
+                "temperature": 0,
+                "max_new_tokens": len(forced.ids),
+                "ignore_eos": True,
+                "custom_params": {"blockreuse_spans": list(context.prompt.spans), **params},
+            },
+            return_logprob=True,
+            top_logprobs_num=1,
+            token_ids_logprob=forced.support,
+        )
+        meta = answer["meta_info"]
+        pairs = zip(answer["output_ids"], forced.ids, strict=True)
+        num_same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        asked = meta["output_token_ids_logprobs"][: num_same + 1]
+        positions = tuple(
+            Position({int(token): float(value) for value, token, *_ in step}, top=int(top))
+            for step, top in zip(asked, answer["output_ids"], strict=False)
+        )
+        return Scored(positions, usage_of(meta))
 
     def _forced(self, context: Context, kind: str, ids: tuple[int, ...]) -> Forced:
         scored = score(
@@ -148,7 +185,8 @@ class Meter:
         problem: str | None,
         seconds: float,
     ) -> None:
-        pairs = list(zip(forced.positions, scored.positions, strict=True))
+        # a generated answer is as long as it is the oracle's
+        pairs = list(zip(forced.positions, scored.positions, strict=False))
         num = len(context.reference_ids)
         value = context.reference_ids if forced.ids[:num] == context.reference_ids else ()
         self._log.add(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import random
+import re
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import requests
+from tqdm import tqdm
 
 from sglang_blockreuse.demo.client import usage_of
 from sglang_blockreuse.server_process import Server
@@ -59,7 +62,7 @@ def take_references(
 ) -> list[Case]:
     """Answer each prompt alone, on an empty tree, without block reuse; leaves the tree empty."""
     cases = []
-    for ids, spans in prompts:
+    for ids, spans in tqdm(prompts, desc="references", file=sys.stderr):
         server.flush_cache()
         cases.append(Case(ids, spans, scored(server, ids, num_new_tokens, blockreuse_mode="off")))
     server.flush_cache()
@@ -192,6 +195,11 @@ def state_of(server: Server) -> dict[str, Any]:
         "blockreuse"
     ]
     return state
+
+
+def num_retracted(server: Server) -> int:
+    """Requests that were taken out of the running batch, by the server's log; a line may say that nobody was."""
+    return sum(int(num) for num in re.findall(r"#retracted_reqs: (\d+)", server.log_text()))
 
 
 def leaks(server: Server, *, wait_s: float = 30.0) -> list[str]:

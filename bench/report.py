@@ -71,7 +71,7 @@ def soak_section(found: Sequence[Record]) -> str:
     shown = "".join(f"\n- {problem}" for problem in result["problems"][:10])
     return (
         f"### Soak: {run['options']['minutes']:g} minutes\n\n{report_quality.machine(run)}\n\n"
-        f"{numbers}; {result['retractions']} log lines of retractions; resident memory {memory}; {verdict}.{shown}\n"
+        f"{numbers}; {result['retracted']} retracted; resident memory {memory}; {verdict}.{shown}\n"
     )
 
 

@@ -191,7 +191,8 @@ def make_round(options: argparse.Namespace, tokenizer: Any, number: int) -> Roun
 
 @contextlib.contextmanager
 def servers_of(options: argparse.Namespace, names: set[str]) -> Iterator[dict[str, Server]]:
-    """All servers that the arms need, alive side by side."""
+    """All servers that the arms need, alive side by side. A plan is held to the answers of ours without it."""
+    names = names | {"ours"} if "plan" in names else names
     with contextlib.ExitStack() as stack:
         found = {}
         if "stock" in names:
@@ -279,16 +280,18 @@ def check(
     bounds = gate.Bounds(options.gate_max_kl, options.gate_min_top1, options.gate_min_first)
     end = EndOfTurn(tokenizer.eos_token_id, tokenizer.eos_token)
     meters = {
-        name: Meter(servers[name], end=end, log=log, label=f"gate {name}")
-        for name in {arm.server for arm in arms if arm.marking}
+        name: Meter(server, end=end, log=log, label=f"gate {name}")
+        for name, server in servers.items()
+        if name != "stock"
     }
-    oracles = {
-        name: {c.name: meter.oracle(c, GATE_TOKENS) for c in contexts} for name, meter in meters.items()
-    }
+    oracles = {}
+    if any(arm.marking for arm in arms):
+        oracles = {context.name: meters["ours"].oracle(context, GATE_TOKENS) for context in contexts}
     for arm in arms:
         if arm.marking:
             wanted = MeterArm(arm.marking.policy, arm.marking.budget)
-            meters[arm.server].run(contexts, oracles[arm.server], [wanted])
+            # a layer plan acts in decode, which a forced answer does not go through
+            meters[arm.server].run(contexts, oracles, [wanted], decode=arm.server == "plan")
             verdict = gate.judge(log.of(label=f"gate {arm.server}", policy=wanted.policy), bounds)
         elif arm.name == "unmarked" and "stock" in servers:
             verdict = gate.same_answers(servers["stock"], servers["ours"], sample, num_new_tokens=GATE_TOKENS)

@@ -25,7 +25,7 @@ from typing import Any
 import launch
 import psutil
 from documents import Composer, Law, made_source, requests_of
-from mixed import WEIGHTS, MixedTraffic, Outcome, leaks, state_of, take_references
+from mixed import WEIGHTS, MixedTraffic, Outcome, leaks, num_retracted, state_of, take_references
 from records import Log, plain
 from stats import slope_per_hour
 
@@ -109,6 +109,8 @@ def soak(options: argparse.Namespace, server: Server, log: Log) -> dict[str, Any
     problems += log_problems(server)
     if missing := set(WEIGHTS) - {outcome.kind for outcome in outcomes}:
         problems.append(f"never sent: {', '.join(sorted(missing))}; run longer")
+    if server.pid and not num_retracted(server):
+        problems.append("nobody was retracted, so the pool was not tight; lower --max-total-tokens")
     problems += growth_problems(samples)
     counts = state_of(server)["counts"]
     if counts.get("errors_total"):
@@ -116,7 +118,7 @@ def soak(options: argparse.Namespace, server: Server, log: Log) -> dict[str, Any
     return {
         "problems": problems,
         "requests": dict(Counter(outcome.kind for outcome in outcomes)),
-        "retractions": retractions(server),
+        "retracted": num_retracted(server),
         "rss_mb_first": samples[0]["rss_mb"] if samples else None,
         "rss_mb_last": samples[-1]["rss_mb"] if samples else None,
         "rss_mb_per_hour": memory_slope(samples),
@@ -203,7 +205,7 @@ class Watch:
         shown = ", ".join(f"{kind} {num}" for kind, num in sorted(kinds.items()))
         print(
             f"soak: {elapsed_s:5.0f} s, {len(self._outcomes)} answered ({shown}), {len(failed)} failed{memory}, "
-            f"{retractions(self._server)} retractions",
+            f"{num_retracted(self._server)} retracted",
             file=sys.stderr,
             flush=True,
         )
@@ -247,15 +249,11 @@ def log_problems(server: Server) -> list[str]:
     return ["the server's log has a traceback"] if "Traceback" in server.log_text() else []
 
 
-def retractions(server: Server) -> int:
-    return sum("retract" in line.lower() for line in server.log_text().splitlines())
-
-
 def summary_text(summary: dict[str, Any]) -> str:
     lines = [
         f"{sum(summary['requests'].values())} requests: "
         + ", ".join(f"{kind} {num}" for kind, num in sorted(summary["requests"].items())),
-        f"{summary['retractions']} log lines of retractions",
+        f"{summary['retracted']} retracted",
     ]
     if summary["rss_mb_per_hour"] is not None:
         lines.append(

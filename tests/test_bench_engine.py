@@ -40,6 +40,7 @@ def measured(server, tokenizer, tmp_path_factory):
     contexts = make_contexts(tokenizer, split="calibration", seed=0, per_category=1, categories=["L"])
     oracles = {context.name: meter.oracle(context, NUM_TOKENS) for context in contexts}
     meter.run(contexts, oracles, [Arm("none", 0.0), Arm("seam", 0.9)])
+    meter.run(contexts, oracles, [Arm("seam", 0.8)], decode=True)
     return log
 
 
@@ -50,15 +51,24 @@ def test_a_full_prefill_agrees_with_itself(measured):
 
 def test_every_answer_token_is_compared_and_the_share_is_the_server_s(measured):
     for budget, policy in ((0.0, "none"), (0.9, "seam")):
-        (found,) = measured.of(policy=policy, forced="oracle")
+        (found,) = measured.of(policy=policy, budget=budget, forced="oracle")
         assert found["problem"] is None
         assert len(found["kl"]) == len(found["same_top"]) <= NUM_TOKENS
         assert found["usage"]["recompute_ratio"] == pytest.approx(budget, abs=0.01)
 
 
 def test_the_gate_turns_red_when_repair_is_switched_off(measured):
-    assert judge(measured.of(policy="seam"), Bounds()).green
+    assert judge(measured.of(policy="seam", budget=0.9), Bounds()).green
     assert not judge(measured.of(policy="none"), Bounds()).green
+
+
+def test_a_generated_answer_is_measured_as_far_as_it_is_the_oracle_s(measured):
+    (floor,) = measured.of(policy="full", forced="oracle")
+    (found,) = measured.of(policy="seam", budget=0.8)
+    assert found["problem"] is None
+    num = len(found["kl"])
+    assert 1 <= num <= len(floor["kl"])
+    assert all(found["same_top"][: num - 1])
 
 
 class TestLoadGenerator:

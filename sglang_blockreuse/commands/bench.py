@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 HELP = "measure quality, serving and endurance (from a clone of the repository)"
@@ -24,26 +24,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    return run_script(arguments.benchmark, arguments.words)
+
+
+def run_script(name: str, words: Sequence[str]) -> int:
+    """Run bench/NAME.py with these words; 2, with where it was looked for, if there is no such folder."""
     folder = find_folder()
     if folder is None:
         searched = ", ".join(str(place) for place in places())
         print(
-            f"sglang-blockreuse bench: there is no bench/{arguments.benchmark}.py in {searched}. Benchmarks are not "
+            f"sglang-blockreuse bench: there is no bench/{name}.py in {searched}. Benchmarks are not "
             "part of the wheel: clone the repository and run this there, or `pip install -e '.[bench]'` in the clone.",
             file=sys.stderr,
         )
         return 2
-    script = folder / f"{arguments.benchmark}.py"
+    script = folder / f"{name}.py"
     # as `python bench/quality.py` would have it: the script's folder comes first
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-    words, sys.argv = sys.argv, [str(script), *arguments.words]
+    before, sys.argv = sys.argv, [str(script), *words]
     try:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     finally:
-        sys.argv = words
+        sys.argv = before
     return 0
 
 

@@ -190,8 +190,8 @@ def report(settings: Sequence[Setting], chosen: Setting, *, target: float) -> st
         "",
         f"Guard: repaired keys of the chosen setting deviate by {min(chosen.deviations):.3f} to "
         f"{max(chosen.deviations):.3f}; the bound is {GUARD_MARGIN:g} times the largest. Over contexts the deviation "
-        f"and the divergence of the answers have a rank correlation of {correlation:.2f}: the nearer to 1, the more the "
-        "guard knows about answers; near 0 it only catches contexts unlike all of these.",
+        f"and the divergence of the answers have a rank correlation of {correlation:.2f}: the nearer to 1, the more "
+        "the guard knows about answers; near 0 it only catches contexts unlike all of these.",
     ]
     return "\n".join(lines) + "\n"
 

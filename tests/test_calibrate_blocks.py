@@ -41,7 +41,7 @@ def test_the_control_is_never_chosen():
 
 
 def test_nothing_beyond_the_largest_budget():
-    with pytest.raises(ValueError, match="up to 0.1"):
+    with pytest.raises(ValueError, match=r"up to 0\.1"):
         calibrate.choose([setting(budget=0.2, share=1.0)], target=0.75, max_budget=0.1)
 
 

@@ -4,8 +4,8 @@
 
 Measures the curve of quality over budget for every policy and every pair of alpha and beta, on the calibration
 contexts of `bench quality`; takes the smallest budget that reaches the target share of the gap, and where none does
-the best one up to the largest budget. The guard's bound is what repaired keys of the chosen setting deviate by at
-most, with a margin. Writes DIR/blocks.yaml for --blockreuse-config and DIR/calibration.md with the figures behind it.
+the best one up to the largest budget. The guard's bound is the largest value that it measures on these contexts under the
+chosen setting, with a margin. Writes DIR/blocks.yaml for --blockreuse-config and DIR/calibration.md with the figures behind it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from stats import gap_share
 
 # A bound that nothing exceeds: the guard measures and never acts.
 WATCHING = 1e9
-# How far above the largest deviation seen the bound lies: contexts that are more stale than these must not pass.
+# How far above the largest value seen the bound lies: contexts that are worse off than these must not pass.
 GUARD_MARGIN = 1.1
 CORRECTIONS = ((0.0, 0.0), (0.0, -1.0), (-0.5, 0.0))  # (alpha, beta)
 QUICK_CORRECTIONS = ((0.0, 0.0),)
@@ -42,7 +42,13 @@ class Setting:
     budget: float
     share: float  # of the gap
     num_tokens_share: float  # recomputed, as the servers reported it
-    deviations: tuple[float, ...]  # per context
+
+
+@dataclasses.dataclass(frozen=True)
+class Watched:
+    """What the guard measured under the chosen setting."""
+
+    values: tuple[float, ...]  # per context
     divergences: tuple[float, ...]  # summed KL per context, in the same order
 
 
@@ -50,13 +56,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, rest = parse(argv)
     settings: list[Setting] = []
     for alpha, beta in QUICK_CORRECTIONS if options.quick else CORRECTIONS:
-        found = measure(options, rest, alpha=alpha, beta=beta)
-        if found is None:
+        records = measure(options, rest, f"alpha{alpha:g}_beta{beta:g}", {"alpha": alpha, "beta": beta})
+        if records is None:
             return 1
-        settings += found
+        settings += settings_of(records, alpha=alpha, beta=beta)
     chosen = choose(settings, target=options.target, max_budget=options.max_budget)
-    (options.out / "blocks.yaml").write_text(yaml.safe_dump({"blocks": section(chosen)}, sort_keys=False))
-    text = report(settings, chosen, target=options.target)
+    only = ["--policies", chosen.policy, "--budgets", str(chosen.budget)]
+    # the guard judges the configured policy, so it takes a server that has this one
+    records = measure(options, [*rest, *only], "guard", {**setting_keys(chosen), "guard": WATCHING})
+    if records is None:
+        return 1
+    found = section(chosen, watched := watched_in(records, chosen))
+    (options.out / "blocks.yaml").write_text(yaml.safe_dump({"blocks": found}, sort_keys=False))
+    text = report(settings, chosen, watched, target=options.target)
     (options.out / "calibration.md").write_text(text)
     print(text)
     print(
@@ -89,12 +101,13 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 
 def measure(
-    options: argparse.Namespace, rest: Sequence[str], *, alpha: float, beta: float
-) -> list[Setting] | None:
-    """The curve under one pair of alpha and beta; None, with the problems printed, where it is none."""
-    folder = options.out / f"alpha{alpha:g}_beta{beta:g}"
-    words = ["--out", str(folder), *(["--quick"] if options.quick else []), *_without_blocks(rest)]
-    words[2:2] = ["--blocks", f"guard={WATCHING}", f"alpha={alpha}", f"beta={beta}", *_blocks(rest)]
+    options: argparse.Namespace, rest: Sequence[str], name: str, blocks: dict[str, Any]
+) -> list[dict[str, Any]] | None:
+    """Records of one quality run; None, with the problems printed, where there are problems."""
+    folder = options.out / name
+    given = [f"{key}={value}" for key, value in blocks.items()]
+    words = ["--out", str(folder), "--blocks", *given, *_blocks(rest)]
+    words += [*(["--quick"] if options.quick else []), *_without_blocks(rest)]
     chosen = quality.parse(words)
     chosen.budgets = [b for b in chosen.budgets if b <= options.max_budget]
     records = quality.measure_all(chosen)
@@ -103,7 +116,7 @@ def measure(
     if problems:
         print(text, file=sys.stderr)
         return None
-    return settings_of(records, alpha=alpha, beta=beta)
+    return records
 
 
 def _blocks(rest: Sequence[str]) -> list[str]:
@@ -138,8 +151,6 @@ def settings_of(records: Sequence[dict[str, Any]], *, alpha: float, beta: float)
                 budget,
                 share=gap_share([(sum(r["kl"]), baseline[r["context"]]) for r in mine]),
                 num_tokens_share=sum(r["usage"]["recompute_ratio"] for r in mine) / len(mine),
-                deviations=tuple(r["usage"]["guard"]["deviation"] for r in mine),
-                divergences=tuple(sum(r["kl"]) for r in mine),
             )
         )
     return found
@@ -160,22 +171,30 @@ def choose(settings: Sequence[Setting], *, target: float, max_budget: float) -> 
     return max(candidates, key=lambda s: s.share)
 
 
-def section(chosen: Setting) -> dict[str, Any]:
-    return {
-        "policy": chosen.policy,
-        "budget": chosen.budget,
-        "alpha": chosen.alpha,
-        "beta": chosen.beta,
-        "guard": round(GUARD_MARGIN * max(chosen.deviations), 4),
-    }
+def watched_in(records: Sequence[dict[str, Any]], chosen: Setting) -> Watched:
+    mine = [
+        r
+        for r in records
+        if r["record"] == "measurement"
+        and (r["policy"], r["budget"], r["forced"]) == (chosen.policy, chosen.budget, "oracle")
+    ]
+    return Watched(tuple(r["usage"]["guard"]["value"] for r in mine), tuple(sum(r["kl"]) for r in mine))
 
 
-def report(settings: Sequence[Setting], chosen: Setting, *, target: float) -> str:
+def setting_keys(chosen: Setting) -> dict[str, Any]:
+    return {"policy": chosen.policy, "budget": chosen.budget, "alpha": chosen.alpha, "beta": chosen.beta}
+
+
+def section(chosen: Setting, watched: Watched) -> dict[str, Any]:
+    return {**setting_keys(chosen), "guard": round(GUARD_MARGIN * max(watched.values), 4)}
+
+
+def report(settings: Sequence[Setting], chosen: Setting, watched: Watched, *, target: float) -> str:
     reached = "reaches" if chosen.share >= target else "does not reach"
     lines = [
         "# Calibration of document blocks",
         "",
-        f"Chosen: `{section(chosen)}`. It closes {chosen.share:.2f} of the gap and {reached} the target of {target:g}.",
+        f"Chosen: `{section(chosen, watched)}`. It closes {chosen.share:.2f} of the gap and {reached} the target of {target:g}.",
         "",
         "| alpha | beta | policy | budget | recomputed | share of the gap |",
         "|---|---|---|---|---|---|",
@@ -185,11 +204,11 @@ def report(settings: Sequence[Setting], chosen: Setting, *, target: float) -> st
             f"| {s.alpha:g} | {s.beta:g} | {s.policy} | {100 * s.budget:g} % | {100 * s.num_tokens_share:.1f} % "
             f"| {s.share:.2f} |"
         )
-    correlation = spearman(chosen.deviations, chosen.divergences)
+    correlation = spearman(watched.values, watched.divergences)
     lines += [
         "",
-        f"Guard: repaired keys of the chosen setting deviate by {min(chosen.deviations):.3f} to "
-        f"{max(chosen.deviations):.3f}; the bound is {GUARD_MARGIN:g} times the largest. Over contexts the deviation "
+        f"Guard: its measure under the chosen setting goes from {min(watched.values):.3f} to "
+        f"{max(watched.values):.3f}; the bound is {GUARD_MARGIN:g} times the largest. Over contexts this measure "
         f"and the divergence of the answers have a rank correlation of {correlation:.2f}: the nearer to 1, the more "
         "the guard knows about answers; near 0 it only catches contexts unlike all of these.",
     ]

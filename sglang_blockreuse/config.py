@@ -33,7 +33,7 @@ class BlocksConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_o
     alpha: float = 0.0  # logit term on local keys
     beta: float = 0.0  # logit term on false sinks
     num_true_sinks: int = 4  # leading tokens of a block that count as sinks
-    # mean deviation of repaired keys, |k_new - k_old| / |k_new|, above which more is repaired; null: no guard
+    # bound on what `blocks/guard.py` measures for `policy`, above which more is repaired; null: no guard
     guard: float | None = None
     min_block_tokens: int = 32  # shorter blocks are computed, which costs less than looking them up
 
@@ -120,7 +120,7 @@ def _check(config: Config, source: str) -> None:
     if not is_budget(blocks.budget):
         fail("budget", blocks.budget, f"it must be {BUDGET_RULE}", "Use 0.05 for five percent.")
     if blocks.guard is not None and not (math.isfinite(blocks.guard) and blocks.guard > 0):
-        fail("guard", blocks.guard, "it bounds a relative deviation, above 0", "Use null for no guard.")
+        fail("guard", blocks.guard, "it is a bound above 0", "Use null for no guard.")
     if blocks.min_block_tokens < 1:
         fail("min_block_tokens", blocks.min_block_tokens, "a block has at least one token", "Use 1 or more.")
     if blocks.num_true_sinks < 0:

@@ -155,7 +155,7 @@ class Usage:
     fresh_tokens: int = 0
     recompute_ratio: float = 0.0  # |T| / N, N = tokens up to the end of the last block
     skipped_reason: str | None = None
-    # {"verdict": "passed" | "raised" | "full", "deviation": float}; None where no guard judged
+    # {"verdict": passed | raised | full, "measure": leftover | deviation, "value": float}; None where none judged
     guard: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:

@@ -8,17 +8,8 @@ import calibrate_blocks as calibrate
 import pytest
 
 
-def setting(policy="seam", budget=0.05, share=0.5, *, alpha=0.0, beta=0.0, deviations=(0.2, 0.3)):
-    return calibrate.Setting(
-        alpha,
-        beta,
-        policy,
-        budget,
-        share,
-        budget,
-        tuple(deviations),
-        tuple(float(i) for i in range(len(deviations))),
-    )
+def setting(policy="seam", budget=0.05, share=0.5, *, alpha=0.0, beta=0.0):
+    return calibrate.Setting(alpha, beta, policy, budget, share, budget)
 
 
 def test_the_smallest_budget_that_reaches_the_target_wins():
@@ -51,8 +42,8 @@ def test_the_section_is_a_valid_configuration(tmp_path):
     from sglang_blockreuse.config import load_config
 
     file = tmp_path / "blocks.yaml"
-    chosen = setting("head+query", beta=-1.0, deviations=(0.1, 0.25))
-    file.write_text(yaml.safe_dump({"blocks": calibrate.section(chosen)}))
+    chosen, watched = setting("head+query", beta=-1.0), calibrate.Watched((0.1, 0.25), (1.0, 2.0))
+    file.write_text(yaml.safe_dump({"blocks": calibrate.section(chosen, watched)}))
     blocks = load_config(file).blocks
     assert (blocks.policy, blocks.budget, blocks.beta, blocks.guard) == ("head+query", 0.05, -1.0, 0.275)
 

@@ -4,8 +4,9 @@
 
 Measures the curve of quality over budget for every policy and every pair of alpha and beta, on the calibration
 contexts of `bench quality`; takes the smallest budget that reaches the target share of the gap, and where none does
-the best one up to the largest budget. The guard's bound is the largest value that it measures on these contexts under the
-chosen setting, with a margin. Writes DIR/blocks.yaml for --blockreuse-config and DIR/calibration.md with the figures behind it.
+the best one up to the largest budget. The guard's bound is the largest value that it measures on these contexts
+under the chosen setting, with a margin. Writes DIR/blocks.yaml for --blockreuse-config and DIR/calibration.md with
+the figures behind it.
 """
 
 from __future__ import annotations
@@ -194,7 +195,8 @@ def report(settings: Sequence[Setting], chosen: Setting, watched: Watched, *, ta
     lines = [
         "# Calibration of document blocks",
         "",
-        f"Chosen: `{section(chosen, watched)}`. It closes {chosen.share:.2f} of the gap and {reached} the target of {target:g}.",
+        f"Chosen: `{section(chosen, watched)}`.",
+        f"It closes {chosen.share:.2f} of the gap and {reached} the target of {target:g}.",
         "",
         "| alpha | beta | policy | budget | recomputed | share of the gap |",
         "|---|---|---|---|---|---|",

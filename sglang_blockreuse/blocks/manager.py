@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ..config import Config
 from ..metrics import Metrics
 from ..types import BlockOptions, BlockPlan, Fold, Interval, RequestState, Usage
 from .compile import Compiler, HomeJob
+from .discover import Discovery
 from .load import KvLoader
 from .match import Hit, Namespace, Tree, find
 from .plan import build_plan
@@ -35,6 +37,8 @@ ADMISSION_VERDICTS = (
     "blocks_too_short",
     "pool_too_small",
     "compile_off",
+    "compile_background",
+    "compile_manual",
     "queue_full",
 )
 
@@ -56,6 +60,7 @@ class BlockManager:
         metrics: Metrics,
         tags: SlotTags | None = None,
         off_reason: str | None = None,
+        neutral_prefix: tuple[int, ...] | None = None,
     ) -> None:
         self.config = config.blocks
         self.metrics = metrics
@@ -66,6 +71,9 @@ class BlockManager:
         self._bos = bos
         self._pool_size = pool_size
         self._off_reason = off_reason
+        self._neutral_prefix = neutral_prefix  # tokens of blocks.compile_prefix_text
+        searches = self.config.auto or self.config.compile == "harvest"
+        self.discovery = Discovery(tree, min_block_tokens=self.config.min_block_tokens) if searches else None
 
     # -- arrival ---------------------------------------------------------------------------
 
@@ -80,23 +88,75 @@ class BlockManager:
         state = RequestState(options, Usage(mode=options.mode, policy=options.policy))
         req.blockreuse = state
         state.usage.skipped_reason = self._skip_reason(req, options)
-        if not state.may_reuse():
+        if options.mode == "compile":
+            return self._compile_only(req, state)
+        self._discover(req, state)
+        if not state.may_reuse() or state.found_homes is not None:
             return []
         if all(len(span) < self.config.min_block_tokens for span in options.spans):
             state.not_compiled = "blocks_too_short"
-        state.compile_prefix = compile_prefix(
-            req.origin_input_ids, options.spans[0].start, config=self.config, bos=self._bos
-        )
-        if self.config.compile == "off":
-            state.not_compiled = "compile_off"
+        state.compile_prefix = self._compile_prefix(req, options)
+        if self.config.compile in ("off", "manual"):
+            state.not_compiled = f"compile_{self.config.compile}"
             return []
-        wanted = self._homes(req, state)
+        jobs = self._jobs(req, state, self._homes(req, state))
+        if self.config.compile == "background":
+            state.waits_for = set()
+            if jobs:
+                state.not_compiled = "compile_background"
+            return self.compiler.stay_behind(jobs, req.rid)
+        return jobs
+
+    def _jobs(self, req: Any, state: RequestState, wanted: Sequence[Home]) -> list[HomeJob]:
+        """What is still to be prefilled of `wanted`, unless it would push out what it is meant for."""
         num_tokens = len(req.origin_input_ids) + sum(len(h.span) for h in wanted)
         if num_tokens > MAX_COMPILE_SHARE * self._pool_size:
             state.not_compiled = "pool_too_small"
             return []
         jobs, state.waits_for = self.compiler.jobs_for(self._tree, wanted, _namespace(req))
+        state.usage.compiled_tokens = sum(len(job.home.span) for job in jobs)
         return jobs
+
+    def _compile_only(self, req: Any, state: RequestState) -> list[HomeJob]:
+        """Homes of all blocks of a request in mode `compile`, whatever `blocks.compile` says."""
+        options, reason = state.options, self._off_reason or self._unsupported(req)
+        if reason is not None:
+            state.usage.skipped_reason = reason
+            return []
+        state.compile_prefix = self._compile_prefix(req, options)
+        wanted = homes(
+            req.origin_input_ids,
+            options.spans,
+            prefix=state.compile_prefix,
+            min_block_tokens=self.config.min_block_tokens,
+            all_blocks=True,
+        )
+        jobs = self._jobs(req, state, wanted)
+        state.usage.skipped_reason = (
+            (None if wanted else "blocks_too_short") or state.not_compiled or "mode_compile"
+        )
+        return jobs
+
+    def _discover(self, req: Any, state: RequestState) -> None:
+        """Let the index choose the homes, where the configuration has it do so."""
+        if self.discovery is None:
+            return
+        tokens, namespace = req.origin_input_ids, _namespace(req)
+        if state.may_reuse() and self.config.compile == "harvest":
+            found, reason = self.discovery.marked(tokens, state.options.spans, namespace)
+        elif state.usage.skipped_reason == "no_blocks" and self.config.auto:
+            reason = self._unsupported(req)
+            found, reason = ([], reason) if reason else self.discovery.unmarked(tokens, namespace)
+            state.options = replace(state.options, spans=tuple(home.span for home in found))
+        else:
+            return
+        state.usage.skipped_reason = reason
+        state.found_homes = found or None
+
+    def _compile_prefix(self, req: Any, options: BlockOptions) -> tuple[int, ...]:
+        if self._neutral_prefix is not None:
+            return self._neutral_prefix
+        return compile_prefix(req.origin_input_ids, options.spans[0].start, config=self.config, bos=self._bos)
 
     def _skip_reason(self, req: Any, options: BlockOptions) -> str | None:
         if options.mode != "reuse":
@@ -107,6 +167,10 @@ class BlockManager:
             return "no_blocks"
         if options.spans[-1].end > len(req.origin_input_ids):
             return "prompt_replaced"
+        return self._unsupported(req)
+
+    def _unsupported(self, req: Any) -> str | None:
+        """A feature of the request that reuse does not combine with."""
         unsupported = {
             "input_embeds": req.input_embeds is not None or req.positional_embed_overrides is not None,
             "multimodal": req.multimodal_inputs is not None,
@@ -126,6 +190,27 @@ class BlockManager:
         state.waits_for = self.compiler.in_flight(state.waits_for)
         return not state.waits_for
 
+    def compile_nothing(self, req: Any, reason: str) -> None:
+        """The homes that `accept` decided on cannot be queued."""
+        state: RequestState = req.blockreuse
+        state.not_compiled, state.usage.compiled_tokens = reason, 0
+        if state.options.mode == "compile":
+            state.usage.skipped_reason = reason
+
+    def computed(self, req: Any, *, up_to: int, exact_end: int) -> None:
+        """KV of the first `up_to` tokens exists; the tree holds the first `exact_end` under the plain namespace."""
+        num_prompt = len(req.origin_input_ids)
+        if up_to < num_prompt or len(req.output_ids) > 1:
+            return  # a chunk, or long after the prompt
+        self.compiler.prompt_computed(req.rid)
+        if exact_end < num_prompt or self.discovery is None or self._unsupported(req) is not None:
+            return
+        try:
+            self.discovery.published(req.origin_input_ids, _namespace(req))
+        except Exception:
+            logger.exception("blockreuse: a prompt is not entered into the index")
+            self.metrics.add("errors_total")
+
     # -- admission -------------------------------------------------------------------------
 
     def plan_or_compute(self, req: Any) -> None:
@@ -144,7 +229,7 @@ class BlockManager:
             return
         self.release(req)
         state.first_local = None
-        if state.usage.skipped_reason in ADMISSION_VERDICTS:
+        if state.options.mode == "reuse" and state.usage.skipped_reason in ADMISSION_VERDICTS:
             state.usage.skipped_reason = None
         start, end = req.prefix_len, len(req.full_untruncated_fill_ids)
         if state.may_reuse():
@@ -272,6 +357,9 @@ class BlockManager:
         return num_copied
 
     def _homes(self, req: Any, state: RequestState) -> list[Home]:
+        if state.found_homes is not None:
+            found: list[Home] = state.found_homes
+            return found
         return homes(
             req.origin_input_ids,
             state.options.spans,

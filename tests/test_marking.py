@@ -142,15 +142,15 @@ def test_a_document_has_the_same_ids_anywhere(model_path):
         )
         return [marked.ids[a:b] for a, b in zip(marked.spans[::2], marked.spans[1::2], strict=True)]
 
-    document, other = "berg lies north. The bridge", "ing the river\n"
+    document, other = "standing water freez", "es the river\n"
     (alone,) = ids_of(f"Answer{SEP}{document}{SEP}Where?")
-    assert ids_of(f"Words: Fahren{SEP}{other}{SEP}{document}{SEP}{other}{SEP}it?") == [
+    assert ids_of(f"Words: under{SEP}{other}{SEP}{document}{SEP}{other}{SEP}it?") == [
         tokenizer.encode(other),
         alone,
         tokenizer.encode(other),
     ]
     # negative control: tokenised with its neighbours it has others
-    joined = tokenizer.encode(f"Words: Fahren{document}{other}")
+    joined = tokenizer.encode(f"Words: under{document}{other}")
     assert all(joined[i : i + len(alone)] != alone for i in range(len(joined)))
 
 

@@ -197,6 +197,11 @@ CONTRACT: tuple[HostName, ...] = (
         "cut the rendered chat template",
         ("tokenizer", "text", "encode_kwargs"),
     ),
+    HostName(
+        _SRT + "managers.io_struct.GenerateReqInput",
+        "call",
+        "text, input_ids and sampling_params of a request",
+    ),
     HostName(_SRT + "entrypoints.http_server.app", "call", "the application of tokenizer workers"),
     HostName(
         _SRT + "utils.hf_transformers_utils.get_tokenizer",

@@ -72,8 +72,10 @@ def mark_text(manager: Any, obj: Any) -> None:
 
 def _separator_in(manager: Any, obj: Any) -> str | None:
     """The separator of the server if a generation request's text holds it."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
     config = blocks_config(manager)
-    if config is None or config.separator is None or not hasattr(obj, "sampling_params"):
+    if config is None or config.separator is None or not isinstance(obj, GenerateReqInput):
         return None
     is_text = isinstance(obj.text, str) and obj.input_ids is None
     return config.separator if is_text and config.separator in obj.text else None

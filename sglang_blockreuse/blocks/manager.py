@@ -99,17 +99,19 @@ class BlockManager:
         if self.config.compile in ("off", "manual"):
             state.not_compiled = f"compile_{self.config.compile}"
             return []
-        jobs = self._jobs(req, state, self._homes(req, state))
+        jobs = self._jobs(req, state, self._homes(req, state), num_own=len(req.origin_input_ids))
         if self.config.compile == "background":
-            state.waits_for = set()
-            if jobs:
-                state.not_compiled = "compile_background"
+            if state.waits_for:
+                state.not_compiled, state.waits_for = "compile_background", set()
             return self.compiler.stay_behind(jobs, req.rid)
         return jobs
 
-    def _jobs(self, req: Any, state: RequestState, wanted: Sequence[Home]) -> list[HomeJob]:
-        """What is still to be prefilled of `wanted`, unless it would push out what it is meant for."""
-        num_tokens = len(req.origin_input_ids) + sum(len(h.span) for h in wanted)
+    def _jobs(self, req: Any, state: RequestState, wanted: Sequence[Home], *, num_own: int) -> list[HomeJob]:
+        """What is still to be prefilled of `wanted`, unless it would push out what it is meant for.
+
+        num_own: tokens that the request itself is going to occupy.
+        """
+        num_tokens = num_own + sum(len(h.span) for h in wanted)
         if num_tokens > MAX_COMPILE_SHARE * self._pool_size:
             state.not_compiled = "pool_too_small"
             return []
@@ -131,7 +133,7 @@ class BlockManager:
             min_block_tokens=self.config.min_block_tokens,
             all_blocks=True,
         )
-        jobs = self._jobs(req, state, wanted)
+        jobs = self._jobs(req, state, wanted, num_own=len(state.compile_prefix) + 1)
         state.usage.skipped_reason = (
             (None if wanted else "blocks_too_short") or state.not_compiled or "mode_compile"
         )
@@ -210,6 +212,11 @@ class BlockManager:
         except Exception:
             logger.exception("blockreuse: a prompt is not entered into the index")
             self.metrics.add("errors_total")
+
+    def index_size(self) -> dict[str, int]:
+        """What the index of exact prompts holds; zeros where the configuration has none."""
+        index = None if self.discovery is None else self.discovery.index
+        return {"prompts": len(index) if index else 0, "tokens": index.num_tokens if index else 0}
 
     # -- admission -------------------------------------------------------------------------
 

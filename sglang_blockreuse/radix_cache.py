@@ -46,7 +46,7 @@ class BlockReuseCache(UnifiedRadixCache):
         first_local = None if state is None else state.first_local
         exact_end = up_to if first_local is None else min(up_to, first_local)
         super().checkpoint(req, up_to=exact_end, **kwargs)
-        self.blocks.computed(req, up_to=up_to, exact_end=exact_end)
+        self.blocks.arrivals.computed(req, up_to=up_to, exact_end=exact_end)
         plan = plan_of(req)
         if plan is not None and up_to >= plan.end:
             self.blocks.release(req)

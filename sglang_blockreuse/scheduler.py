@@ -150,7 +150,7 @@ def accept_request(scheduler: Any, req: Req) -> list[Req]:
             _answer_only(req)
         if _queue_has_room(scheduler, len(jobs)):
             return [_home_request(scheduler, req, job) for job in jobs]
-        manager.compile_nothing(req, "queue_full")
+        manager.arrivals.compile_nothing(req, "queue_full")
     except RequestError as error:
         req.set_finish_with_abort(f"blockreuse: {error}", HTTPStatus.BAD_REQUEST, "BadRequestError")
     except Exception:

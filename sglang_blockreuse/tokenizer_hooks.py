@@ -150,9 +150,10 @@ def process_messages(
     if cut.broken:
         logger.warning(
             "blockreuse: the chat template of this model does not keep the text of content parts as it is; "
-            "the request is served without marks"
+            "they are served unmarked"
         )
-        return original(chat, request, is_multimodal, **kwargs)
+        cut = _ChatCut(config.separator, None)
+        result = _process(original, chat, request, cut, kwargs)
     _check(cut, request, custom)
     if cut.spans:
         request.custom_params = {**(request.custom_params or {}), SPANS: cut.spans}

@@ -21,11 +21,11 @@ pytestmark = pytest.mark.engine
 SEP = "<<<document>>>"
 FLAGS = ("--dtype", "float32", "--max-total-tokens", "12000", "--max-running-requests", "8")
 FLAGS += ("--served-model-name", "small")
-# SmolLM2's template, which in addition renders the documents of `chat_template_kwargs`
+# SmolLM2's template, which in addition renders `documents` and cuts messages at a `limit`
 TEMPLATE = (
     "{% if documents %}<|im_start|>system\nAnswer from the documents.\n"
     "{% for document in documents %}{{ document.title }}: {{ document.text }}\n{% endfor %}<|im_end|>\n{% endif %}"
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content | trim }}<|im_end|>\n"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content[:limit] | trim if limit else message.content | trim }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 GREEDY = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
@@ -60,9 +60,9 @@ def start(model_path, tmp_path_factory, blocks, *flags):
     folder = tmp_path_factory.mktemp("marking")
     (folder / "config.json").write_text(json.dumps({"blocks": {"tau": 3, **blocks}}))
     (folder / "template.jinja").write_text(TEMPLATE)
-    flags = (*FLAGS, "--blockreuse-config", str(folder / "config.json"), *flags)
-    flags += ("--chat-template", str(folder / "template.jinja"))
-    return extended_server(model_path, *flags, log=folder / "server.log")
+    ours = ("--blockreuse-config", str(folder / "config.json"))
+    ours += ("--chat-template", str(folder / "template.jinja"))
+    return extended_server(model_path, *FLAGS, *ours, *flags, log=folder / "server.log")
 
 
 def generate(server, text, *, stream=False, n=1, **custom_params):
@@ -205,6 +205,25 @@ class TestText:
         found, ids = ask_about((1, 0, 2))
         assert found["reused_tokens"] > 0
         assert found["prefix_tokens"] + found["reused_tokens"] > 0.8 * len(ids) - len(DOCS[0])
+
+    def test_a_template_that_cuts_parts_serves_them_unmarked(self, server, client, tokenizer):
+        content = [{"type": "text", "text": text} for text in DOCS[:2]]
+        found, ids = self.chat(
+            client,
+            [{"role": "user", "content": content}],
+            blockreuse_parts=True,
+            chat_template_kwargs={"limit": 60},
+        )
+        text = " ".join(DOCS[:2])[:60].strip()
+        assert ids == tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n")
+        assert found["skipped_reason"] == "no_blocks"
+        assert "they are served unmarked" in server.log_text()
+
+    def test_a_separator_in_a_message_that_is_continued_is_refused(self, server):
+        messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": f"It is{SEP}"}]
+        body = {"model": "small", "messages": messages, "continue_final_message": True, "max_tokens": 2}
+        with pytest.raises(requests.HTTPError, match=r"400.*its last message"):
+            server.post("/v1/chat/completions", **body)
 
     @pytest.mark.parametrize("text", [SEP, SEP + SEP], ids=["one separator", "two separators"])
     def test_nothing_but_separators_is_refused(self, server, text):
@@ -412,11 +431,14 @@ class TestBackgroundAndAuto:
 
 
 class TestHarvest:
+    """Also one of the host's conversation templates, which are not rendered by Jinja."""
+
     LIBRARY = Library(seed=12)
 
     @pytest.fixture(scope="class")
     def server(self, model_path, tmp_path_factory):
-        with start(model_path, tmp_path_factory, {"compile": "harvest"}) as running:
+        blocks = {"compile": "harvest", "separator": SEP}
+        with start(model_path, tmp_path_factory, blocks, "--chat-template", "chatml") as running:
             yield running
 
     def test_marked_blocks_are_reused_from_the_prompt_that_held_them_first(self, server):
@@ -430,6 +452,25 @@ class TestHarvest:
         assert counts(server).get("homes_total", 0) == 0
         foreign = usage(ask(server, ids, blockreuse_spans=spans, cache_salt="b"))
         assert (foreign["reused_tokens"], foreign["skipped_reason"]) == (0, "harvest_no_hits")
+
+    def test_a_conversation_template_is_cut_at_separators(self, server, tokenizer):
+        body = {"model": "small", "max_tokens": 2, "return_prompt_token_ids": True, "return_meta_info": True}
+
+        def chat(text):
+            (choice,) = server.post(
+                "/v1/chat/completions", messages=[{"role": "user", "content": text}], **body
+            )["choices"]
+            return choice["prompt_token_ids"], choice["meta_info"]["blockreuse"][0]["skipped_reason"]
+
+        ids, reason = chat(with_separators((0, 1)))
+        assert reason == "harvest_no_hits"
+        whole = tokenizer.decode(ids)
+        assert SEP not in whole
+        plain, reason = chat(with_separators((0, 1)).replace(SEP, ""))
+        assert reason == "no_blocks"
+        assert tokenizer.decode(plain) == whole
+        documents = joined(tokenizer.encode(DOCS[i]) for i in (0, 1))
+        assert any(ids[i : i + len(documents)] == documents for i in range(len(ids)))
 
     def test_a_request_of_mostly_new_blocks_is_exact_and_serves_later_ones(self, server):
         server.flush_cache()

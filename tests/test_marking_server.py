@@ -25,7 +25,8 @@ FLAGS += ("--served-model-name", "small")
 TEMPLATE = (
     "{% if documents %}<|im_start|>system\nAnswer from the documents.\n"
     "{% for document in documents %}{{ document.title }}: {{ document.text }}\n{% endfor %}<|im_end|>\n{% endif %}"
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content[:limit] | trim if limit else message.content | trim }}<|im_end|>\n"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{{ message.content[:limit or message.content | length] | trim }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 GREEDY = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}

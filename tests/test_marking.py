@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,8 @@ from sglang_blockreuse.blocks.mark import (
 )
 from sglang_blockreuse.blocks.request import RequestError, parse_options
 from sglang_blockreuse.blocks.split import homes
-from sglang_blockreuse.config import BlocksConfig
+from sglang_blockreuse.config import CONFIG_ENV, BlocksConfig, ConfigError
+from sglang_blockreuse.settings import prepare_tokenizer
 from sglang_blockreuse.types import Interval
 from sglang_blockreuse.warm import Options, WarmError, read_documents, warm
 
@@ -270,3 +272,32 @@ class TestCompileCommand:
         file.write_text("text")
         assert main(["compile", str(file), "--url", "http://127.0.0.1:9"]) == 1
         assert "does not answer" in capsys.readouterr().err
+
+
+class TestStartUp:
+    """Settings with which marks in text could not be read stop the server, before a model is loaded."""
+
+    def prepare(self, tmp_path, monkeypatch, **settings):
+        config = tmp_path / "config.json"
+        config.write_text(json.dumps({"blocks": {"separator": SEP}}))
+        monkeypatch.setenv(CONFIG_ENV, str(config))
+        server = {
+            "radix_cache_backend": "blockreuse",
+            "skip_tokenizer_init": False,
+            "tokenizer_worker_num": 1,
+        }
+        prepare_tokenizer(SimpleNamespace(**{**server, **settings}))
+
+    def test_without_a_tokeniser(self, tmp_path, monkeypatch):
+        with pytest.raises(ConfigError, match=r"blocks\.separator.*--skip-tokenizer-init"):
+            self.prepare(tmp_path, monkeypatch, skip_tokenizer_init=True)
+
+    def test_with_the_server_in_rust(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
+        with pytest.raises(ConfigError, match=r"blocks\.separator.*SGLANG_RUST_SERVER"):
+            self.prepare(tmp_path, monkeypatch)
+
+    def test_with_workers_that_run_another_application(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("SGLANG_HTTP_SERVER_APP_PATH", "elsewhere:app")
+        with pytest.raises(ConfigError, match=r"elsewhere:app.*sglang_blockreuse\.http_app:app"):
+            self.prepare(tmp_path, monkeypatch, tokenizer_worker_num=2)

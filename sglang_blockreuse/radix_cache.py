@@ -46,7 +46,9 @@ class BlockReuseCache(UnifiedRadixCache):
         """
         state: RequestState | None = getattr(req, "blockreuse", None)
         first_local = None if state is None else state.first_local
-        super().checkpoint(req, up_to=up_to if first_local is None else min(up_to, first_local), **kwargs)
+        exact_end = up_to if first_local is None else min(up_to, first_local)
+        super().checkpoint(req, up_to=exact_end, **kwargs)
+        self.blocks.arrivals.computed(req, up_to=up_to, exact_end=exact_end)
         if req.finished():
             self._publish_path(req, up_to)
         plan = plan_of(req)

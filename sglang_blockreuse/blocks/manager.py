@@ -10,21 +10,18 @@ from typing import Any
 
 from ..config import Config
 from ..metrics import Metrics
-from ..types import PATH, BlockOptions, BlockPlan, Interval, LocalSegment, RequestState, Usage
+from ..types import PATH, BlockOptions, BlockPlan, Interval, LocalSegment, RequestState
+from .arrive import Arrivals, namespace_of
 from .compile import Compiler, HomeJob
 from .match import Hit, Namespace, Tree, find
 from .paths import fingerprint, path_namespace
 from .plan import build_plan
 from .policy import POLICIES
 from .probe import MAX_QUESTION_TOKENS
-from .request import parse_options
-from .split import Home, compile_prefix, homes
+from .split import Home
 
 logger = logging.getLogger(__name__)
 
-# Share of the KV pool that one request and its unseen homes may fill together; beyond it the
-# homes would push out what they are compiled for.
-MAX_COMPILE_SHARE = 0.8
 # What a further row costs in attention and bookkeeping, and what taking over any KV costs, in computed tokens.
 ROW_COST_TOKENS = 1
 MIN_REUSED_TOKENS = 16
@@ -37,6 +34,8 @@ ADMISSION_VERDICTS = (
     "blocks_too_short",
     "pool_too_small",
     "compile_off",
+    "compile_background",
+    "compile_manual",
     "queue_full",
     "cost_gate",
 )
@@ -59,66 +58,29 @@ class BlockManager:
         metrics: Metrics,
         layer_plan: str | None = None,
         off_reason: str | None = None,
+        neutral_prefix: tuple[int, ...] | None = None,
     ) -> None:
         self.config = config.blocks
         self.metrics = metrics
         self.compiler = Compiler()
         self._tree = tree
-        self._bos = bos
-        self._pool_size = pool_size
-        self._off_reason = off_reason
+        self.arrivals = Arrivals(
+            config=self.config,
+            tree=tree,
+            compiler=self.compiler,
+            metrics=metrics,
+            bos=bos,
+            pool_size=pool_size,
+            off_reason=off_reason,
+            neutral_prefix=neutral_prefix,
+        )
         self._layer_plan = layer_plan
 
     # -- arrival ---------------------------------------------------------------------------
 
     def accept(self, req: Any) -> list[HomeJob]:
-        """Read the request's marks and decide which homes come first.
-
-        Hangs a RequestState on the request. Raises RequestError on malformed marks.
-        """
-        options = parse_options(
-            req.sampling_params.custom_params, prompt_len=len(req.origin_input_ids), config=self.config
-        )
-        state = RequestState(options, Usage(mode=options.mode, policy=options.policy))
-        req.blockreuse = state
-        state.usage.skipped_reason = self._skip_reason(req, options)
-        if not state.may_reuse():
-            return []
-        if all(len(span) < self.config.min_block_tokens for span in options.spans):
-            state.not_compiled = "blocks_too_short"
-        state.compile_prefix = compile_prefix(
-            req.origin_input_ids, options.spans[0].start, config=self.config, bos=self._bos
-        )
-        if self.config.compile == "off":
-            state.not_compiled = "compile_off"
-            return []
-        wanted = self._homes(req, state)
-        num_tokens = len(req.origin_input_ids) + sum(len(h.span) for h in wanted)
-        if num_tokens > MAX_COMPILE_SHARE * self._pool_size:
-            state.not_compiled = "pool_too_small"
-            return []
-        jobs, state.waits_for = self.compiler.jobs_for(self._tree, wanted, _namespace(req))
-        return jobs
-
-    def _skip_reason(self, req: Any, options: BlockOptions) -> str | None:
-        if options.mode != "reuse":
-            return f"mode_{options.mode}"
-        if self._off_reason is not None:
-            return self._off_reason
-        if not options.spans:
-            return "no_blocks"
-        if options.spans[-1].end > len(req.origin_input_ids):
-            return "prompt_replaced"
-        unsupported = {
-            "input_embeds": req.input_embeds is not None or req.positional_embed_overrides is not None,
-            "multimodal": req.multimodal_inputs is not None,
-            "session": req.session is not None,
-            "lora": req.lora_id is not None,
-            "hidden_states": bool(req.return_hidden_states),
-            "routed_experts": bool(getattr(req, "return_routed_experts", False)),
-            "beam_search": req.beam_group is not None,
-        }
-        return next((reason for reason, applies in unsupported.items() if applies), None)
+        """Read the request's marks and decide which homes come first, see arrive.py. Raises RequestError."""
+        return self.arrivals.accept(req)
 
     def ready(self, req: Any) -> bool:
         """Whether everything the request waits for has ended."""
@@ -152,7 +114,7 @@ class BlockManager:
             return
         self.release(req)
         state.first_local = None
-        if state.usage.skipped_reason in ADMISSION_VERDICTS:
+        if state.options.mode == "reuse" and state.usage.skipped_reason in ADMISSION_VERDICTS:
             state.usage.skipped_reason = None
         start, end = req.prefix_len, len(req.full_untruncated_fill_ids)
         if state.may_reuse():
@@ -285,12 +247,7 @@ class BlockManager:
             self._tree.unlock(lock)
 
     def _homes(self, req: Any, state: RequestState) -> list[Home]:
-        return homes(
-            req.origin_input_ids,
-            state.options.spans,
-            prefix=state.compile_prefix,
-            min_block_tokens=self.config.min_block_tokens,
-        )
+        return self.arrivals.homes(req, state)
 
 
 def pays(plan: BlockPlan) -> bool:
@@ -304,7 +261,7 @@ def plan_of(req: Any) -> BlockPlan | None:
 
 
 def _namespace(req: Any) -> Namespace:
-    return Namespace(req.extra_key, req.cache_salt)
+    return namespace_of(req)
 
 
 def _logprob_limit(req: Any) -> int:

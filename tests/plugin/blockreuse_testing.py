@@ -4,6 +4,7 @@
     testing_rows: [a1, b1, ...]     compute the prompt in these virtual rows, copy nothing
     testing_break: "plan" | "load"  make that stage fail
     testing_all_homes: true         give a home also to the block that continues the compile prefix
+    testing_wrong_rope_base: float  move keys by an unscaled rotary table of this base, until another request is planned
 
 Put this folder on PYTHONPATH of the server under test.
 """
@@ -23,6 +24,10 @@ def register():
     )
     HookRegistry.register("sglang_blockreuse.blocks.manager.BlockManager.plan", force_rows, HookType.AFTER)
     HookRegistry.register("sglang_blockreuse.blocks.manager.BlockManager._homes", all_homes, HookType.AROUND)
+    HookRegistry.register(
+        "sglang_blockreuse.blocks.manager.BlockManager.plan", note_rope_base, HookType.AFTER
+    )
+    HookRegistry.register("sglang_blockreuse.blocks.rope.RopeGroup.cos_sin", wrong_rope, HookType.AROUND)
 
 
 def limit_prefix(result, req, *args, **kwargs):
@@ -59,3 +64,21 @@ def all_homes(original, manager, req, state):
         Home(i, s, head + req.origin_input_ids[s.start : s.end], len(head))
         for i, s in enumerate(state.options.spans)
     ]
+
+
+wrong_base = None  # of the request planned last; tests that set it send one request at a time
+
+
+def note_rope_base(result, manager, req):
+    global wrong_base
+    wrong_base = knob(req, "testing_wrong_rope_base")
+
+
+def wrong_rope(original, group, old, new):
+    if wrong_base is None:
+        return original(group, old, new)
+    import torch
+
+    dim = group.table.shape[1]
+    angle = (new - old)[:, None] * wrong_base ** (-torch.arange(0, dim, 2) / dim)
+    return angle.cos(), angle.sin()

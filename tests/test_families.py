@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from prompts import Library, ask, distance, usage
-from servers import extended_server
 from tiny_models import ORIGINAL_CONTEXT, REFUSED, SUPPORTED, VOCAB, TinyModel
 from tolerances import FULL_PREFILL_LOGPROB
 
@@ -52,12 +51,12 @@ class Family:
 
 
 @pytest.fixture(scope="module", params=SUPPORTED.items(), ids=lambda item: item[0])
-def family(request, tmp_path_factory):
+def family(request, nursery, tmp_path_factory):
     name, model = request.param
     folder = tmp_path_factory.mktemp(name.replace(" ", "-").replace("/", "-"))
     model.write(folder / "contextual")
     model.write(folder / "context_free", context_free=True)
-    with extended_server(folder / "contextual", *FLAGS, log=folder / "server.log", env=ENV) as server:
+    with nursery.server(folder / "contextual", *FLAGS, log=folder / "server.log", env=ENV) as server:
         yield Family(server, model, folder)
 
 
@@ -141,10 +140,10 @@ def test_other_weights_never_see_the_homes_of_the_old_ones(family):
 
 
 @pytest.mark.parametrize(("model", "says"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_moved_stops_the_server_by_name(tmp_path, model, says):
+def test_what_cannot_be_moved_stops_the_server_by_name(nursery, tmp_path, model, says):
     folder = model.write(tmp_path / "model")
     with (
         pytest.raises(ServerFailed, match=says),
-        extended_server(folder, *FLAGS, log=tmp_path / "server.log"),
+        nursery.server(folder, *FLAGS, log=tmp_path / "server.log"),
     ):
         pass

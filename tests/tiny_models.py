@@ -87,7 +87,11 @@ def _is_output_projection(name: str) -> bool:
     )
 
 
-_PHI = {"partial_rotary_factor": 0.5, "num_key_value_heads": NUM_HEADS}
+_PHI = {
+    "partial_rotary_factor": 0.5,
+    "num_key_value_heads": NUM_HEADS,
+    "intermediate_size": 4 * HEAD_DIM * NUM_HEADS,
+}
 _GPTJ = {
     "n_embd": HEAD_DIM * NUM_HEADS,
     "n_layer": NUM_LAYERS,
@@ -95,6 +99,7 @@ _GPTJ = {
     "n_positions": CONTEXT,
     "rotary_dim": HEAD_DIM // 2,
     "n_inner": None,
+    "num_key_value_heads": NUM_HEADS,
 }
 _MISTRAL = {"max_position_embeddings": ORIGINAL_CONTEXT, "sliding_window": None, "head_dim": HEAD_DIM}
 _GPT2 = {"n_embd": HEAD_DIM * NUM_HEADS, "n_layer": 2, "n_head": NUM_HEADS, "n_positions": CONTEXT}

@@ -4,8 +4,11 @@
     testing_rows: [a1, b1, ...]     compute the prompt in these virtual rows, copy nothing
     testing_break: "plan" | "load"  make that stage fail
     testing_all_homes: true         give a home also to the block that continues the compile prefix
+    testing_swap_homes: true        read every block at the home of another one of its length
+    testing_rank_drift: true        let tensor-parallel ranks other than 0 report another plan
     testing_wrong_rope_base: float  move keys by an unscaled rotary table of this base, until another request is planned
 
+Plans of tensor-parallel ranks are also put before SGLang's rank consensus checker where that is enabled.
 Put this folder on PYTHONPATH of the server under test.
 """
 
@@ -16,7 +19,14 @@ def knob(req, name):
     return (req.sampling_params.custom_params or {}).get(name)
 
 
+registered = False  # a forked process has its parent's hooks and loads plug-ins again
+
+
 def register():
+    global registered
+    if registered:
+        return
+    registered = True
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(
@@ -64,6 +74,23 @@ def all_homes(original, manager, req, state):
         Home(i, s, head + req.origin_input_ids[s.start : s.end], len(head))
         for i, s in enumerate(state.options.spans)
     ]
+
+
+def swap_homes(result, manager, req):
+    if knob(req, "testing_swap_homes") and req.blockreuse.plan is not None:
+        req.blockreuse.home_slots = req.blockreuse.home_slots[::-1]
+
+
+def same_on_all_ranks(result, manager, req):
+    from dataclasses import replace
+
+    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.utils.rank_consensus_checker import assert_same
+
+    state = req.blockreuse
+    if knob(req, "testing_rank_drift") and get_parallel().tp_rank and state.plan is not None:
+        state.plan = replace(state.plan, num_repaired=state.plan.num_repaired + 1)
+    assert_same("blockreuse plan of %s: %s", req.rid, state.plan)
 
 
 wrong_base = None  # of the request planned last; tests that set it send one request at a time

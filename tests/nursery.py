@@ -14,11 +14,12 @@ import ctypes
 import json
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +51,25 @@ class Nursery:
         self._process.stdin.close()
         self._process.wait()
 
-    @contextlib.contextmanager
     def server(
         self, model_path: Path, *flags: str, log: Path, env: Mapping[str, str] | None = None
-    ) -> Iterator[Server]:
+    ) -> contextlib.AbstractContextManager[Server]:
         """`sglang-blockreuse serve`, ready. Raises ServerFailed with the end of its log."""
+        return self._server("serve", model_path, flags, log, env)
+
+    def stock_server(
+        self, model_path: Path, *flags: str, log: Path, env: Mapping[str, str] | None = None
+    ) -> contextlib.AbstractContextManager[Server]:
+        """SGLang without block reuse on the same attention kernels, ready. Raises ServerFailed."""
+        return self._server("stock", model_path, ("--attention-backend", "blockreuse", *flags), log, env)
+
+    @contextlib.contextmanager
+    def _server(
+        self, kind: str, model_path: Path, flags: Sequence[str], log: Path, env: Mapping[str, str] | None
+    ) -> Iterator[Server]:
         port = free_port()
         arguments = ["--model-path", str(model_path), *flags, "--host", HOST, "--port", str(port)]
-        pid = self._ask(start=arguments, log=str(log), env=dict(env or {}))
+        pid = self._ask(start=arguments, kind=kind, log=str(log), env=dict(env or {}))
         server = Server(url=f"http://{HOST}:{port}", log=log, pid=pid)
         try:
             self._wait_until_ready(server)
@@ -92,7 +104,7 @@ def main() -> None:
     for line in sys.stdin:
         message = json.loads(line)
         if "start" in message:
-            answer: Any = _fork(message["start"], message["log"], message["env"])
+            answer: Any = _fork(message["kind"], message["start"], message["log"], message["env"])
             running.add(answer)
         elif "runs" in message:
             answer = (
@@ -120,7 +132,7 @@ def _import_everything() -> None:
     import sglang_blockreuse.radix_cache  # noqa: F401
 
 
-def _fork(arguments: list[str], log: str, env: dict[str, str]) -> int:
+def _fork(kind: str, arguments: list[str], log: str, env: dict[str, str]) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -135,9 +147,7 @@ def _fork(arguments: list[str], log: str, env: dict[str, str]) -> int:
         sys.path[:0] = env.get("PYTHONPATH", "").split(os.pathsep)
         multiprocessing.set_start_method("fork", force=True)
         multiprocessing.set_start_method = lambda *args, **kwargs: None  # SGLang asks for spawn
-        from sglang_blockreuse.cli import main as serve
-
-        status = serve(["serve", *arguments]) or 0
+        status = _run(kind, arguments)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
     except BaseException:
@@ -148,6 +158,16 @@ def _fork(arguments: list[str], log: str, env: dict[str, str]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _run(kind: str, arguments: list[str]) -> int:
+    if kind == "serve":
+        from sglang_blockreuse.cli import main as serve
+
+        return serve(["serve", *arguments]) or 0
+    sys.argv = ["sglang.launch_server", *arguments]
+    runpy.run_module("sglang.launch_server", run_name="__main__")
+    return 0
 
 
 def _stop(pid: int) -> None:

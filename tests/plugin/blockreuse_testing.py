@@ -8,35 +8,30 @@
     testing_rank_drift: true        let tensor-parallel ranks other than 0 report another plan
     testing_wrong_rope_base: float  move keys by an unscaled rotary table of this base, until another request is planned
 
+The variable BLOCKREUSE_TESTING_ROPE_BASE does so from the server's start on.
 Plans of tensor-parallel ranks are also put before SGLang's rank consensus checker where that is enabled.
 Put this folder on PYTHONPATH of the server under test.
 """
 
 from __future__ import annotations
 
+import os
+
 
 def knob(req, name):
     return (req.sampling_params.custom_params or {}).get(name)
 
 
-registered = False  # a forked process has its parent's hooks and loads plug-ins again
-
-
 def register():
-    global registered
-    if registered:
-        return
-    registered = True
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    manager = "sglang_blockreuse.blocks.manager.BlockManager"
     HookRegistry.register(
         "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len", limit_prefix, HookType.AFTER
     )
-    HookRegistry.register("sglang_blockreuse.blocks.manager.BlockManager.plan", force_rows, HookType.AFTER)
-    HookRegistry.register("sglang_blockreuse.blocks.manager.BlockManager._homes", all_homes, HookType.AROUND)
-    HookRegistry.register(
-        "sglang_blockreuse.blocks.manager.BlockManager.plan", note_rope_base, HookType.AFTER
-    )
+    for hook in (force_rows, swap_homes, same_on_all_ranks, note_rope_base):
+        HookRegistry.register(f"{manager}.plan", hook, HookType.AFTER)
+    HookRegistry.register(f"{manager}._homes", all_homes, HookType.AROUND)
     HookRegistry.register("sglang_blockreuse.blocks.rope.RopeGroup.cos_sin", wrong_rope, HookType.AROUND)
 
 
@@ -102,10 +97,11 @@ def note_rope_base(result, manager, req):
 
 
 def wrong_rope(original, group, old, new):
-    if wrong_base is None:
+    base = wrong_base or float(os.environ.get("BLOCKREUSE_TESTING_ROPE_BASE", 0))
+    if not base:
         return original(group, old, new)
     import torch
 
     dim = group.table.shape[1]
-    angle = (new - old)[:, None] * wrong_base ** (-torch.arange(0, dim, 2) / dim)
+    angle = (new - old)[:, None] * base ** (-torch.arange(0, dim, 2) / dim)
     return angle.cos(), angle.sin()

@@ -33,11 +33,18 @@ LOG_TAIL = 6000  # characters of a failed server's log
 
 
 class Nursery:
-    """Forks servers on demand; `close` ends those that still run."""
+    """Forks servers on demand; `close` ends those that still run.
 
-    def __init__(self) -> None:
+    env: for what SGLang reads while it is imported; a server's own comes on top.
+    """
+
+    def __init__(self, env: Mapping[str, str] | None = None) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **(env or {})},
         )
 
     def __enter__(self) -> Nursery:

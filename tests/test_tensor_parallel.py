@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import requests
+from nursery import Nursery
 from prompts import Library, ask, distance, usage
-from servers import extended_server
 from tiny_models import SUPPORTED, VOCAB
 from tolerances import FULL_PREFILL_LOGPROB
 
@@ -25,10 +25,19 @@ CHECKER_DELAY_S = 60.0  # the checker compares in a thread of its own
 PLUGIN = str(Path(__file__).parent / "plugin")
 ENV = {
     "PYTHONPATH": os.pathsep.join(filter(None, (PLUGIN, os.environ.get("PYTHONPATH")))),
+    # read while SGLang is imported
     "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
+    # nothing may need a compiler at run time
+    "CXX": "/no/such/compiler",
 }
 FLAGS = ("--dtype", "float32", "--max-total-tokens", "6000", "--max-running-requests", "4")
 FLAGS += ("--skip-tokenizer-init", "--chunked-prefill-size", "128")
+
+
+@pytest.fixture(scope="module")
+def checked_nursery():
+    with Nursery(ENV) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +46,16 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def one_rank(nursery, model):
-    with nursery.server(model, *FLAGS, log=model.parent / "one.log", env=ENV) as server:
+def one_rank(checked_nursery, model):
+    with checked_nursery.server(model, *FLAGS, log=model.parent / "one.log", env=ENV) as server:
         yield [answers(server, order) for order in ORDERS]
 
 
 @pytest.fixture(scope="module")
-def server(model):
-    with extended_server(model, *FLAGS, "--tp-size", "2", log=model.parent / "two.log", env=ENV) as running:
+def server(checked_nursery, model):
+    with checked_nursery.server(
+        model, *FLAGS, "--tp-size", "2", log=model.parent / "two.log", env=ENV
+    ) as running:
         yield running
 
 

@@ -8,9 +8,10 @@ from typing import Any
 from .blocks.load import KvLoader
 from .blocks.manager import BlockManager
 from .blocks.rope import UnsupportedRope, find_ropes
+from .blocks.step import PrefillSteps
 from .blocks.tags import SlotTags
 from .config import Config
-from .host import install_hooks, require_contract
+from .host import install_hooks, require_contract, sum_over_ranks
 from .kernels.dispatch import Dispatcher
 from .metrics import Metrics
 from .settings import config_of
@@ -33,15 +34,22 @@ def create_radix_cache(ctx: Any) -> Any:
     check_server(ctx)
     loader, off_reason = _loader(ctx, config)
     cache = create_unified_radix_cache(ctx, cache_class=BlockReuseCache)
+    metrics = Metrics(_metric_labels(ctx))
     cache.blocks = BlockManager(
         config=config,
-        tags=_tags(ctx, config),
         tree=cache,
-        loader=loader,
         bos=_bos(ctx.model_config),
         pool_size=int(ctx.params.token_to_kv_pool_allocator.size),
-        metrics=Metrics(_metric_labels(ctx)),
+        metrics=metrics,
         off_reason=off_reason,
+    )
+    cache.steps = PrefillSteps(
+        cache.blocks,
+        loader,
+        metrics=metrics,
+        num_layers=ctx.model_config.num_hidden_layers,
+        reduce=sum_over_ranks,
+        tags=_tags(ctx, config),
     )
     install_hooks()
     logger.info("blockreuse: block reuse is %s, configuration %s", off_reason or "on", config.describe())

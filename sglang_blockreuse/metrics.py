@@ -18,6 +18,10 @@ SERIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "rows_total": ("Virtual rows run in prefill forwards.", ()),
     "copied_tokens_total": ("Tokens whose KV was taken over from a home.", ()),
     "copy_seconds_total": ("Host seconds spent on taking KV over.", ()),
+    "path_tokens_total": ("Tokens taken over from local paths of earlier turns.", ()),
+    "probes_total": ("Requests measured before their prefill, by what was measured.", ("kind",)),
+    "probe_seconds_total": ("Host seconds spent on probes.", ()),
+    "guard_total": ("Requests that the guard judged, by verdict.", ("verdict",)),
     "errors_total": ("Requests served without reuse because of an internal error.", ()),
 }
 

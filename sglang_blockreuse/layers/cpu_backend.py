@@ -39,6 +39,7 @@ class CpuAttnBackend(AttentionBackend):
         self.device = runner.device
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
+        self.probe: Any | None = None  # looks on for the length of one forward, see blocks/probe.py
         self.forward_metadata: AttentionPlan | None = None
         self.workspace = Workspace()
 
@@ -107,6 +108,9 @@ class CpuAttnBackend(AttentionBackend):
                 f"attention backend blockreuse on the CPU: layer {layer.layer_id} passes {', '.join(unknown)}, "
                 "which would be ignored. Choose --attention-backend torch_native."
             )
+        probe, keys = self.probe, self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        if probe is not None and k is not None:
+            probe.before_write(layer, k.view(-1, layer.tp_k_head_num, layer.head_dim), keys)
         if save_kv_cache and k is not None and v is not None:
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         plan = self.forward_metadata
@@ -115,11 +119,13 @@ class CpuAttnBackend(AttentionBackend):
                 "attention backend blockreuse: init_forward_metadata was not called for this batch"
             )
         q = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
+        if probe is not None:
+            probe.after_write(layer, q, keys, self.token_to_kv_pool.get_value_buffer(layer.layer_id))
         out = torch.empty_like(q)
         run_attention(
             plan,
             q,
-            self.token_to_kv_pool.get_key_buffer(layer.layer_id),
+            keys,
             self.token_to_kv_pool.get_value_buffer(layer.layer_id),
             out,
             scale=layer.scaling,

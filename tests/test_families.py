@@ -7,11 +7,11 @@ rotation in every layer, past the context that a scaled rope was made for.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 from prompts import Library, ask, distance, usage
+from servers import with_test_plugin
 from tiny_models import ORIGINAL_CONTEXT, REFUSED, SUPPORTED, VOCAB, TinyModel
 from tolerances import FULL_PREFILL_LOGPROB
 
@@ -24,8 +24,6 @@ LIBRARY = Library(seed=3, doc_lens=(150, 130, 140, 120), ids=IDS)
 HOME_ORDER, OTHER = (0, 1, 2, 3), (2, 1, 3, 0)
 FLAGS = ("--dtype", "float32", "--max-total-tokens", "6000", "--max-running-requests", "4")
 FLAGS += ("--skip-tokenizer-init", "--chunked-prefill-size", str(CHUNK))
-PLUGIN = str(Path(__file__).parent / "plugin")
-ENV = {"PYTHONPATH": os.pathsep.join(filter(None, (PLUGIN, os.environ.get("PYTHONPATH"))))}
 
 
 class Family:
@@ -56,7 +54,9 @@ def family(request, nursery, tmp_path_factory):
     folder = tmp_path_factory.mktemp(name.replace(" ", "-").replace("/", "-"))
     model.write(folder / "contextual")
     model.write(folder / "context_free", context_free=True)
-    with nursery.server(folder / "contextual", *FLAGS, log=folder / "server.log", env=ENV) as server:
+    with nursery.server(
+        folder / "contextual", *FLAGS, log=folder / "server.log", env=with_test_plugin()
+    ) as server:
         yield Family(server, model, folder)
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
-import os
 import random
-from pathlib import Path
 
 import pytest
 import torch
 from prompts import Library, ask, distance, random_ids, usage
+from servers import with_test_plugin
 from tiny_models import SUPPORTED, VOCAB
 from tolerances import CHAPTER, FULL_PREFILL_LOGPROB, KERNEL_OUT
 
@@ -173,8 +172,6 @@ class TestChunksInFloat64:
 
 # -- on the real engine ------------------------------------------------------------------------
 
-PLUGIN = str(Path(__file__).parent / "plugin")
-ENV = {"PYTHONPATH": os.pathsep.join(filter(None, (PLUGIN, os.environ.get("PYTHONPATH"))))}
 LIBRARY = Library(seed=11, doc_lens=(90, 90, 90, 90), ids=IDS)
 
 
@@ -185,7 +182,7 @@ def server(nursery, tmp_path_factory):
     model = SUPPORTED["llama llama3"].write(folder / "model", context_free=True)
     flags = ("--dtype", "float32", "--max-total-tokens", "6000", "--max-running-requests", "3")
     flags += ("--skip-tokenizer-init", "--chunked-prefill-size", "128")
-    with nursery.server(model, *flags, log=folder / "server.log", env=ENV) as running:
+    with nursery.server(model, *flags, log=folder / "server.log", env=with_test_plugin()) as running:
         yield running
 
 

@@ -20,7 +20,7 @@ import openai
 import pytest
 from packaging.specifiers import SpecifierSet
 from prompts import Library, ask, distance, usage
-from servers import extended_server
+from servers import extended_server, with_test_plugin
 from tiny_models import REFUSED, SUPPORTED
 from tolerances import FULL_PREFILL_LOGPROB
 
@@ -98,7 +98,7 @@ class TestReport01:
         reused = sum(usage(answer)["reused_tokens"] for answer in answers)
         assert all(usage(answer)["reused_tokens"] > 0 for answer in answers)
         assert after["tokens_total reused"] - before["tokens_total reused"] == reused
-        assert after["copied_tokens_total"] - before["copied_tokens_total"] == reused
+        assert after["copied_tokens_total"] - before["copied_tokens_total"] >= reused
         assert after["requests_total reused"] - before.get("requests_total reused", 0) == len(answers)
 
     def test_report_01_a_request_that_does_not_blend_says_why_and_counts_nothing(self, server):
@@ -209,10 +209,7 @@ def test_report_06_a_model_that_would_be_garbled_does_not_start(nursery, tmp_pat
     family stand in test_families.py, planted faults of single layers in test_rope.py.
     """
     model = SUPPORTED["llama llama3"].write(tmp_path / "model")
-    plugin = os.pathsep.join(
-        filter(None, (str(Path(__file__).parent / "plugin"), os.environ.get("PYTHONPATH")))
-    )
-    env = {"PYTHONPATH": plugin, "BLOCKREUSE_TESTING_ROPE_BASE": "10000"}
+    env = {**with_test_plugin(), "BLOCKREUSE_TESTING_ROPE_BASE": "10000"}
     with (
         pytest.raises(ServerFailed, match="Llama3RotaryEmbedding: moving a key by rotation differs"),
         nursery.server(

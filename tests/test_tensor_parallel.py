@@ -7,24 +7,24 @@ differently; the test plug-in puts every plan of ours before it, too.
 from __future__ import annotations
 
 import concurrent.futures
-import os
 import time
-from pathlib import Path
 
 import pytest
 import requests
 from nursery import Nursery
 from prompts import Library, ask, distance, usage
+from servers import with_test_plugin
 from tiny_models import SUPPORTED, VOCAB
 from tolerances import FULL_PREFILL_LOGPROB
+
+from sglang_blockreuse.config import POLICIES
 
 pytestmark = pytest.mark.engine
 LIBRARY = Library(seed=4, doc_lens=(100, 80, 120, 90), ids=range(10, VOCAB))
 ORDERS = ((2, 0, 3, 1), (1, 3), (3, 2, 0), (0, 1, 2, 3))
 CHECKER_DELAY_S = 60.0  # the checker compares in a thread of its own
-PLUGIN = str(Path(__file__).parent / "plugin")
 ENV = {
-    "PYTHONPATH": os.pathsep.join(filter(None, (PLUGIN, os.environ.get("PYTHONPATH")))),
+    **with_test_plugin(),
     # read while SGLang is imported
     "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
     # nothing may need a compiler at run time
@@ -89,16 +89,19 @@ def test_reuse_happened_and_is_seen_to_differ_from_a_full_prefill(one_rank):
     assert distance(full, reused) > 10 * FULL_PREFILL_LOGPROB
 
 
-def test_ranks_agree_on_many_requests_at_once(server):
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ranks_agree_on_many_requests_at_once(server, policy):
+    """Also where a policy measures something: each rank sees its own heads only."""
     server.flush_cache()
-    cases = [LIBRARY.prompt(order) for order in ORDERS * 2]
+    cases = [LIBRARY.prompt(order) for order in ORDERS]
 
     def run(case):
-        return ask(server, case[0], new_tokens=8, blockreuse_spans=case[1])
+        return ask(server, case[0], new_tokens=4, blockreuse_spans=case[1], blockreuse_policy=policy)
 
     with concurrent.futures.ThreadPoolExecutor(len(cases)) as pool:
         found = [usage(answer) for answer in pool.map(run, cases)]
     assert sum(u["reused_tokens"] > 0 for u in found) >= len(ORDERS) - 1
+    assert any(u["policy"] == policy for u in found)
     server.flush_cache()  # nothing is locked, on any rank
     assert "Rank consensus checker is enabled" in server.log_text()
 

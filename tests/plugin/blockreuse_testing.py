@@ -31,6 +31,7 @@ def register():
     )
     for hook in (force_rows, swap_homes, same_on_all_ranks, note_rope_base):
         HookRegistry.register(f"{manager}.plan", hook, HookType.AFTER)
+    HookRegistry.register(f"{manager}.replan", same_on_all_ranks, HookType.AFTER)
     HookRegistry.register(f"{manager}._homes", all_homes, HookType.AROUND)
     HookRegistry.register("sglang_blockreuse.blocks.rope.RopeGroup.cos_sin", wrong_rope, HookType.AROUND)
 
@@ -76,7 +77,7 @@ def swap_homes(result, manager, req):
         req.blockreuse.home_slots = req.blockreuse.home_slots[::-1]
 
 
-def same_on_all_ranks(result, manager, req):
+def same_on_all_ranks(result, manager, req, *args, **kwargs):
     from dataclasses import replace
 
     from sglang.srt.runtime_context import get_parallel

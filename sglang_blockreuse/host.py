@@ -258,6 +258,12 @@ CONTRACT: tuple[HostName, ...] = (
         "defaults where the user gave none",
         ("self", "server_args"),
     ),
+    HostName(
+        _SRT + "platforms.interface.SRTPlatform.get_compile_backend",
+        "subclass",
+        "no C++ compiler at run time",
+        ("self", "mode"),
+    ),
     HostName(_SRT + "arg_groups.overrides.model_config_of", "call", "refuse models by what they are"),
     HostName(_SRT + "platforms.cpu.CpuDeviceMixin", "subclass", "device operations of the CPU"),
     HostName(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from nursery import Nursery
 
 from sglang_blockreuse.model import ensure_model
 
@@ -13,3 +15,10 @@ from sglang_blockreuse.model import ensure_model
 def model_path() -> Path:
     """Folder of the real model, SmolLM2-135M-Instruct in bfloat16; fetched and converted on first use."""
     return ensure_model()
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """Starts servers of tiny models in seconds."""
+    with Nursery() as running:
+        yield running

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from nursery import Nursery
+from servers import shared_nursery
 
 from sglang_blockreuse.model import ensure_model
 
@@ -18,7 +18,6 @@ def model_path() -> Path:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    """Starts servers of tiny models in seconds."""
-    with Nursery() as running:
-        yield running
+def nursery() -> Nursery:
+    """Starts servers in seconds."""
+    return shared_nursery()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from prompts import Library, ask, distance, random_ids, usage
 from servers import with_test_plugin
-from tiny_models import SUPPORTED, VOCAB
+from tiny_models import NUM_LAYERS, SUPPORTED, VOCAB
 from tolerances import CHAPTER, FULL_PREFILL_LOGPROB, KERNEL_OUT
 
 from sglang_blockreuse.kernels import reference
@@ -177,9 +177,9 @@ LIBRARY = Library(seed=11, doc_lens=(90, 90, 90, 90), ids=IDS)
 
 @pytest.fixture(scope="module")
 def server(nursery, tmp_path_factory):
-    """A tiny Llama whose keys depend on token and position alone: what is moved rightly is exact."""
+    """A tiny Llama whose answers depend on keys of no context: what is moved rightly is exact."""
     folder = tmp_path_factory.mktemp("identity")
-    model = SUPPORTED["llama llama3"].write(folder / "model", context_free=True)
+    model = SUPPORTED["llama llama3"].write(folder / "model", only_layer=NUM_LAYERS - 1)
     flags = ("--dtype", "float32", "--max-total-tokens", "6000", "--max-running-requests", "3")
     flags += ("--skip-tokenizer-init", "--chunked-prefill-size", "128")
     with nursery.server(model, *flags, log=folder / "server.log", env=with_test_plugin()) as running:

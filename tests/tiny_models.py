@@ -46,11 +46,11 @@ class TinyModel:
         """What a rotation that knows no scaling would use; another base where there is no scaling to forget."""
         return 10_000.0 if "factor" in self.rope else 5_000.0
 
-    def write(self, folder: Path, *, context_free: bool = False, seed: int = 0) -> Path:
+    def write(self, folder: Path, *, only_layer: int | None = None, seed: int = 0) -> Path:
         """Write configuration and float32 weights; no tokenizer, servers run with --skip-tokenizer-init.
 
-        context_free: attention adds nothing in any layer but the last, so that every layer's keys and values
-        depend on token and position alone.
+        only_layer: attention adds something in this layer alone. Its keys and values then depend on token and
+        position and on nothing else, and those of the other layers do not matter.
         """
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -61,11 +61,10 @@ class TinyModel:
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config).float()
         generator = torch.Generator().manual_seed(seed)
-        last = config.num_hidden_layers - 1
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 _fill(name, weight, generator)
-                if context_free and _is_output_projection(name) and f".{last}." not in name:
+                if only_layer is not None and _is_output_projection(name) and f".{only_layer}." not in name:
                     weight.zero_()
         model.save_pretrained(folder)
         return folder

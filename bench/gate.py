@@ -10,8 +10,8 @@ from typing import Any
 from sglang_blockreuse.demo.prompts import Prompt
 from sglang_blockreuse.server_process import Server
 
-# skipped_reason values of requests that needed no reuse: every block was an exact hit
-FINE_OUTCOMES = {"reused", "exact_prefix"}
+# skipped_reason values of exact answers that are no failure: every block was an exact hit, or reuse would not have paid
+FINE_OUTCOMES = {"reused", "exact_prefix", "cost_gate"}
 UNMARKED_OUTCOMES = {"no_blocks"}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,19 @@ def add_server_arguments(parser: argparse.ArgumentParser, *, max_total_tokens: i
     parser.add_argument(
         "server_flags", nargs="*", metavar="-- FLAG", help="SGLang flags for every server, behind --"
     )
+
+
+def guarded(name: str, main: Callable[[], int]) -> int:
+    """Run a benchmark; what a user can mend is a message and a status, not a traceback."""
+    try:
+        return main()
+    except KeyboardInterrupt:
+        print(f"\n{name}: stopped; what was measured is in --out", file=sys.stderr)
+        return 130
+    # failed servers and models are RuntimeErrors, refused requests OSErrors
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
 
 
 def model_of(options: argparse.Namespace) -> Path:

@@ -48,6 +48,8 @@ def rows_of(
         ids = list(request.prompt.input_ids)
         # a row's sampling parameters replace the generator's, so all of them stand here
         sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": num_new_tokens, "ignore_eos": True}
+        # the generator times text, and an end-of-turn token is none unless asked for
+        sampling["skip_special_tokens"] = False
         if marking is not None and request.marked:
             params: dict[str, Any] = {"blockreuse_spans": list(request.prompt.spans)}
             params["blockreuse_policy"] = marking.policy

@@ -136,4 +136,4 @@ def server_of(options: argparse.Namespace, *, alone: bool) -> Iterator[Server | 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(launch.guarded("bench quality", main))

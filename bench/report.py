@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import launch
 import records
 import report_quality
 import report_serving
@@ -76,4 +77,4 @@ def soak_section(found: Sequence[Record]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(launch.guarded("bench report", main))

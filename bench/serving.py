@@ -309,4 +309,4 @@ def _tokenizer(options: argparse.Namespace) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(launch.guarded("bench serving", main))

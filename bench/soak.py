@@ -266,4 +266,4 @@ def summary_text(summary: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(launch.guarded("bench soak", main))

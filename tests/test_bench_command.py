@@ -61,3 +61,10 @@ def test_a_file_that_is_no_run_is_refused(tmp_path):
         ValueError, match="begins with 'round', but a run begins with quality, serving or soak"
     ):
         report.section(path, tmp_path)
+
+
+def test_a_mistake_is_a_message_and_no_traceback(tmp_path, capsys):
+    assert cli.main(["bench", "report", "--out", str(tmp_path / "out"), str(tmp_path / "none.jsonl")]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("bench report: ")
+    assert "none.jsonl" in message

@@ -12,10 +12,12 @@ from records import Log
 from servers import extended_server
 from serving import account, counts
 
+from sglang_blockreuse.config import POLICIES
 from sglang_blockreuse.demo.client import EndOfTurn
 
 pytestmark = pytest.mark.engine
 NUM_TOKENS = 8
+NEARLY_ALL = 0.8  # of the tokens before the question; the rest of the context's blocks is 5 % of them
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +41,9 @@ def measured(server, tokenizer, tmp_path_factory):
     meter = Meter(server, end=EndOfTurn(tokenizer.eos_token_id, tokenizer.eos_token), log=log, label="")
     contexts = make_contexts(tokenizer, split="calibration", seed=0, per_category=1, categories=["L"])
     oracles = {context.name: meter.oracle(context, NUM_TOKENS) for context in contexts}
-    meter.run(contexts, oracles, [Arm("none", 0.0), Arm("seam", 0.9)])
-    meter.run(contexts, oracles, [Arm("seam", 0.8)], decode=True)
+    repairing = [Arm("none", 0.0), Arm("seam", NEARLY_ALL), *(Arm(policy, 0.1) for policy in POLICIES)]
+    meter.run(contexts, oracles, repairing)
+    meter.run(contexts, oracles, [Arm("seam", 0.75)], decode=True)
     return log
 
 
@@ -50,21 +53,28 @@ def test_a_full_prefill_agrees_with_itself(measured):
 
 
 def test_every_answer_token_is_compared_and_the_share_is_the_server_s(measured):
-    for budget, policy in ((0.0, "none"), (0.9, "seam")):
+    for budget, policy in ((0.0, "none"), (NEARLY_ALL, "seam")):
         (found,) = measured.of(policy=policy, budget=budget, forced="oracle")
         assert found["problem"] is None
         assert len(found["kl"]) == len(found["same_top"]) <= NUM_TOKENS
         assert found["usage"]["recompute_ratio"] == pytest.approx(budget, abs=0.01)
 
 
+def test_no_measurement_finds_what_an_earlier_one_repaired(measured):
+    """A repaired head is exact and would lengthen the prefix of all that follow."""
+    ours = [r for r in measured.of(record="measurement") if r["policy"] != "full"]
+    assert len({r["usage"]["prefix_tokens"] for r in ours}) == 1
+    assert [r["problem"] for r in ours] == [None] * len(ours)
+
+
 def test_the_gate_turns_red_when_repair_is_switched_off(measured):
-    assert judge(measured.of(policy="seam", budget=0.9), Bounds()).green
+    assert judge(measured.of(policy="seam", budget=NEARLY_ALL), Bounds()).green
     assert not judge(measured.of(policy="none"), Bounds()).green
 
 
 def test_a_generated_answer_is_measured_as_far_as_it_is_the_oracle_s(measured):
     (floor,) = measured.of(policy="full", forced="oracle")
-    (found,) = measured.of(policy="seam", budget=0.8)
+    (found,) = measured.of(policy="seam", budget=0.75)
     assert found["problem"] is None
     num = len(found["kl"])
     assert 1 <= num <= len(floor["kl"])

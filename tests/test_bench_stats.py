@@ -111,7 +111,7 @@ CONTEXT = Context("A/0", "A", Prompt(tuple(range(400)), (40, 140, 140, 300, 300,
 
 
 def usage(**values):
-    return {"reused_tokens": 240, "repaired_tokens": 10, "skipped_reason": None, **values}
+    return {"policy": "seam", "reused_tokens": 240, "repaired_tokens": 10, "skipped_reason": None, **values}
 
 
 class TestProblems:
@@ -123,10 +123,11 @@ class TestProblems:
         ("found", "message"),
         [
             (usage(skipped_reason="not_cached"), "reuse was skipped: not_cached"),
-            (usage(reused_tokens=200), "200 reused + 10 repaired tokens, but the blocks have 250"),
+            (usage(reused_tokens=200), "210 reused and repaired tokens, but the blocks have 250"),
+            (usage(policy="head"), "policy head chose what was repaired, not seam"),
             (None, "no meta_info.blockreuse"),
         ],
-        ids=["skipped", "longer prefix", "stock server"],
+        ids=["skipped", "longer prefix", "another policy", "stock server"],
     )
     def test_others_are_none(self, found, message):
         assert message in problem(CONTEXT, MeterArm("seam", 0.05), found)

@@ -98,12 +98,14 @@ def score(
     num_top: int,
     token_ids: Sequence[int] = (),
     custom_params: Mapping[str, Any] | None = None,
+    request: Mapping[str, Any] | None = None,
 ) -> Scored:
     """Distributions of the tokens at and after the end of the prompt, along a forced continuation.
 
     Position 0 is the first answer token given the prompt, position i the next one given
     `continuation[:i]`. Each holds the `num_top` most probable tokens and all of `token_ids`.
-    `custom_params` are added to those of a marked request and win over them.
+    `custom_params` are added to those of a marked request and win over them; `request` holds further keys of
+    the request.
     """
     forced = tuple(continuation[:-1])  # what follows its last token is not asked for
     body = _body((*prompt.input_ids, *forced), prompt, marked=marked, num_new_tokens=1)
@@ -115,6 +117,7 @@ def score(
         "logprob_start_len": len(prompt.input_ids) - 1 if forced else -1,
         "top_logprobs_num": num_top,
         "token_ids_logprob": list(token_ids) or None,
+        **(request or {}),
     }
     meta = server.generate(timeout_s=TIMEOUT_S, **body)["meta_info"]
     tops = [*_forced(meta, "input_top_logprobs", len(forced)), *meta["output_top_logprobs"]]

@@ -43,6 +43,7 @@ def create_radix_cache(ctx: Any) -> Any:
         metrics=Metrics(_metric_labels(ctx)),
         off_reason=off_reason,
     )
+    _join_backend(ctx.tp_worker.model_runner.attn_backend, cache.blocks)
     install_hooks()
     logger.info("blockreuse: block reuse is %s, configuration %s", off_reason or "on", config.describe())
     return cache
@@ -134,6 +135,14 @@ def _loader(ctx: Any, config: Config) -> tuple[KvLoader | None, str | None]:
         logger.warning("blockreuse: serving without block reuse: %s", error)
         return None, "unsupported_model"
     return KvLoader(pool.k_buffer, pool.v_buffer, groups, Dispatcher(config.kernels)), None
+
+
+def _join_backend(backend: Any, manager: BlockManager) -> None:
+    """Let the attention backend know which requests decode dense, and count where the server counts."""
+    manager.row_modes = getattr(backend, "row_modes", None)
+    sparse = getattr(backend, "sparse", None)
+    if sparse is not None:
+        sparse.metrics = manager.metrics
 
 
 def _tags(ctx: Any, config: Config) -> SlotTags | None:

@@ -53,6 +53,8 @@ def init_forward_batch(
         if manager.tags is not None and batch.out_cache_loc is not None:
             manager.tags.written(batch.out_cache_loc)
         return original(cls, batch, model_runner, **kwargs)
+    if manager.row_modes is not None:
+        manager.row_modes.admit(batch.reqs)
     to_run, fold = manager.fold_or_compute(batch, model_runner.req_to_token_pool.req_to_token)
     forward_batch = original(cls, to_run, model_runner, **kwargs)
     if fold is None:

@@ -18,6 +18,9 @@ SERIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "rows_total": ("Virtual rows run in prefill forwards.", ()),
     "copied_tokens_total": ("Tokens whose KV was taken over from a home.", ()),
     "copy_seconds_total": ("Host seconds spent on taking KV over.", ()),
+    "decode_rows_total": ("Rows of decode steps under a sparse layer plan: sparse, or why dense.", ("kind",)),
+    "decode_tokens_total": ("Token reads of sparse rows, summed over layers, by what reads them.", ("kind",)),
+    "decode_own_scans_total": ("Scans by consumers whose shared state was stale.", ("role",)),
     "errors_total": ("Requests served without reuse because of an internal error.", ()),
 }
 

@@ -61,6 +61,7 @@ class BlockManager:
         self.metrics = metrics
         self.compiler = Compiler()
         self.tags = tags  # kept only where alpha or beta is not 0
+        self.row_modes: Any = None  # layers.row_modes.RowModes, where the attention backend keeps one
         self._tree = tree
         self._loader = loader
         self._bos = bos

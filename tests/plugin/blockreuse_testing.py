@@ -4,6 +4,8 @@
     testing_rows: [a1, b1, ...]     compute the prompt in these virtual rows, copy nothing
     testing_break: "plan" | "load"  make that stage fail
     testing_all_homes: true         give a home also to the block that continues the compile prefix
+    testing_stale: FIELD            spoil this field of what layer groups share about the request, in every step;
+                                    "unseen" spoils the positions and stamps them as good
 
 Put this folder on PYTHONPATH of the server under test.
 """
@@ -23,6 +25,8 @@ def register():
     )
     HookRegistry.register("sglang_blockreuse.blocks.manager.BlockManager.plan", force_rows, HookType.AFTER)
     HookRegistry.register("sglang_blockreuse.blocks.manager.BlockManager._homes", all_homes, HookType.AROUND)
+    HookRegistry.register("sglang_blockreuse.layers.row_modes.RowModes.admit", note_stale, HookType.AFTER)
+    HookRegistry.register("sglang_blockreuse.layers.share_state.ShareState.seal", spoil, HookType.AROUND)
 
 
 def limit_prefix(result, req, *args, **kwargs):
@@ -59,3 +63,32 @@ def all_homes(original, manager, req, state):
         Home(i, s, head + req.origin_input_ids[s.start : s.end], len(head))
         for i, s in enumerate(state.options.spans)
     ]
+
+
+STALE = {}  # request slot -> field
+
+
+def note_stale(result, modes, reqs):
+    for req in reqs:
+        STALE.pop(req.kv.req_pool_idx, None)
+        if knob(req, "testing_stale"):
+            STALE[req.kv.req_pool_idx] = knob(req, "testing_stale")
+
+
+def spoil(original, state, layer, kind):
+    from sglang_blockreuse.layers.share_state import FIELDS
+
+    table, stamps = state.written()[layer.layer, kind]
+    held = set(state._requests_R.tolist())
+    for slot, field in STALE.items():
+        if field == "unseen" and slot in held:
+            table.positions[slot] = table.positions[slot, 0, 0]
+            table.slots[slot] = table.slots[slot, 0, 0]
+    original(state, layer, kind)
+    for slot, field in STALE.items():
+        if slot not in held or field == "unseen":
+            continue
+        if field in FIELDS:
+            stamps[slot, FIELDS.index(field)] += 1
+        else:
+            getattr(table, field)[slot] += 1

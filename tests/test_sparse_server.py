@@ -47,9 +47,7 @@ def server(model_path, tmp_path_factory):
     plan.write_text(PLAN)
     path = os.pathsep.join(filter(None, (str(PLUGIN), os.environ.get("PYTHONPATH"))))
     flags = (*FLAGS, "--layer-plan", str(plan))
-    with extended_server(
-        model_path, *flags, log=folder / "server.log", env={"PYTHONPATH": path}
-    ) as running:
+    with extended_server(model_path, *flags, log=folder / "server.log", env={"PYTHONPATH": path}) as running:
         yield running
 
 

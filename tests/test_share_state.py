@@ -195,7 +195,7 @@ class TestFaults:
         assert state.take(layer)[1].tolist() == [1, 0, 1]
 
     def check(self, state, layer, field):
-        table, fresh = state.take(layer)
+        _, fresh = state.take(layer)
         assert fresh.tolist() == [1, 0, 1]
         assert dict(state.counts) == {f"stale_{field}": 1}
         state.strict = True

@@ -15,7 +15,7 @@ from typing import Any
 from . import __version__
 
 # In the order of `--help`; the name of a command is the name of its module.
-COMMANDS = ("serve", "model", "check", "demo")
+COMMANDS = ("serve", "model", "check", "plan", "calibrate", "demo")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

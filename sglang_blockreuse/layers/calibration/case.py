@@ -33,7 +33,9 @@ class Figures:
 
     @classmethod
     def joined(cls, parts: Sequence[Figures]) -> Figures:
-        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in ("kl_R", "nll_R", "agrees_R")))
+        return cls(
+            *(torch.cat([getattr(part, name) for part in parts]) for name in ("kl_R", "nll_R", "agrees_R"))
+        )
 
     @property
     def kl(self) -> float:
@@ -57,7 +59,7 @@ class Trace:
     """What each layer of a pass began with, so that a plan that differs from layer l on need not start before."""
 
     hidden: list[Tensor]
-    chosen: list[dict[tuple[int, str], Tensor]]
+    chosen: list[dict[tuple[int, str], Tensor]]  # what earlier layers lend
 
 
 class Case:
@@ -68,12 +70,14 @@ class Case:
         self.model, self.kind, self.num_rows = model, kind, num_rows
         self.num_tokens = len(ids) - num_rows - 1
         if self.num_tokens < 1:
-            raise ValueError(f"a case needs a context before its {num_rows} rows and a target, got {len(ids)} ids")
+            raise ValueError(
+                f"a case needs a context before its {num_rows} rows and a target, got {len(ids)} ids"
+            )
         self._rows, self._targets = tokens[self.num_tokens : -1], tokens[self.num_tokens + 1 :]
         self._positions = torch.arange(self.num_tokens, self.num_tokens + num_rows)
         self._keys, self._values = model.prefill(tokens[: self.num_tokens], num_rows)
         keys = torch.arange(self.num_tokens + num_rows)
-        self._hidden_from = keys > self._positions[:, None]  # [R, J], the future
+        self.future = keys > self._positions[:, None]  # bool [R, J], keys that a row does not see
         self.dense, _ = self.log_probs(None)
 
     def figures(self, plan: BoundPlan, *, since: int = 0, trace: Trace | None = None) -> Figures:
@@ -110,6 +114,21 @@ class Case:
             hidden = self._layer(layer, hidden, plan, chosen, watch)
         return model.log_probs(hidden), new
 
+    def layer_alone(self, layer: int, dense: Trace, plan: BoundPlan) -> Tensor:
+        """The layer's output under a plan on the inputs of dense decode, its anchors on theirs.
+
+        `dense` is the trace of dense decode. The rows' KV is left as this pass wrote it.
+        """
+        chosen: dict[tuple[int, str], Tensor] = {}
+        lenders: list[int] = []
+        bound = plan.layers[layer]
+        while bound.anchor is not None:
+            bound = plan.layers[bound.anchor]
+            lenders.insert(0, bound.layer)
+        for lender in lenders:
+            self._layer(lender, dense.hidden[lender], plan, chosen, None)
+        return self._layer(layer, dense.hidden[layer], plan, chosen, None)
+
     def _layer(
         self,
         layer: int,
@@ -123,7 +142,7 @@ class Case:
         keys, values = self._keys[layer], self._values[layer]
         keys[:, self.num_tokens :], values[:, self.num_tokens :] = k, v
         logits = self._grouped(q) @ keys.transpose(1, 2) * model.head_dim**-0.5
-        logits_QRJ = logits.view(model.num_q_heads, self.num_rows, -1).masked_fill_(self._hidden_from, -torch.inf)
+        logits_QRJ = logits.view(model.num_q_heads, self.num_rows, -1).masked_fill_(self.future, -torch.inf)
         if watch is not None:
             shares = logits_QRJ.softmax(-1)
             watch(layer, shares, shares.sum(0))
@@ -158,12 +177,11 @@ class Case:
             return chosen[layer.anchor or 0, "indices"]
         pool = chosen[layer.anchor or 0, "pool"] if layer.role == "reindex" else None
         scores = self.scores(logits_QRJ, selection, pool)
-        if layer.role == "full" and layer.pool_readers and selection.pool_size:
+        # lent whether or not this plan reads it: a pass that starts late may be that of a plan which does
+        if layer.role == "full" and selection.pool_size:
             chosen[layer.layer, "pool"] = _best(scores, selection.pool_size, None)
-        indices = _best(scores, selection.final_k, pool)
-        if layer.index_readers:
-            chosen[layer.layer, "indices"] = indices
-        return indices
+        chosen[layer.layer, "indices"] = _best(scores, selection.final_k, pool)
+        return chosen[layer.layer, "indices"]
 
     def scores(self, logits_QRJ: Tensor, selection: Selection, pool_RM: Tensor | None) -> Tensor:
         """[R, J], or [R, M] over a pool: the heads' shares summed, infinite on sinks and window."""
@@ -171,10 +189,12 @@ class Case:
         if pool_RM is not None:
             logits_QRJ = logits_QRJ.gather(-1, pool_RM.expand(logits_QRJ.shape[0], -1, -1))
             positions = pool_RM
-        ends = self._positions[:, None] + 1
-        forced = (positions < selection.sink) | (positions >= ends - selection.window)
-        scores = logits_QRJ.softmax(-1).sum(0).masked_fill_(forced, torch.inf)
-        return scores.masked_fill_(positions >= ends, -torch.inf)
+        scores = logits_QRJ.softmax(-1).sum(0).masked_fill_(self.forced(positions, selection), torch.inf)
+        return scores.masked_fill_(positions > self._positions[:, None], -torch.inf)
+
+    def forced(self, positions: Tensor, selection: Selection) -> Tensor:
+        """bool [R, …]: sinks, and the row's window up to its own token and beyond."""
+        return (positions < selection.sink) | (positions > self._positions[:, None] - selection.window)
 
 
 def _best(scores: Tensor, size: int, pool_RM: Tensor | None) -> Tensor:
@@ -183,5 +203,10 @@ def _best(scores: Tensor, size: int, pool_RM: Tensor | None) -> Tensor:
 
 
 def evaluate(cases: Sequence[Case], plan: BoundPlan) -> Figures:
-    """All rows of all cases under a plan."""
+    """All rows of all cases under a plan. Raises ValueError for a scorer that it would compute wrongly."""
+    scorer = plan.scorer
+    if (scorer.kind, scorer.heads, scorer.scan_heads) != ("exact_qk", "layer", "all"):
+        raise ValueError(
+            f"plan {plan.name}: scorer {scorer} is not evaluated; give kind exact_qk, heads layer, scan_heads all"
+        )
     return Figures.joined([case.figures(plan) for case in cases])

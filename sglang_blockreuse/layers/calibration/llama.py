@@ -45,7 +45,9 @@ class Llama:
         """Rotated queries [Q, N, D], rotated keys [H, N, D] and values [H, N, D]."""
         x = self._norm(hidden_NC, layer, "input_layernorm")
         q, k, v = (
-            F.linear(x, self._of(layer, f"self_attn.{name}_proj")).unflatten(-1, (-1, self.head_dim)).transpose(0, 1)
+            F.linear(x, self._of(layer, f"self_attn.{name}_proj"))
+            .unflatten(-1, (-1, self.head_dim))
+            .transpose(0, 1)
             for name in "qkv"
         )
         angles = positions_N.double()[:, None] * self._frequencies
@@ -75,7 +77,9 @@ class Llama:
         for layer in range(self.num_layers):
             q, k, v = self.qkv(layer, hidden, positions)
             keys[layer, :, :num_tokens], values[layer, :, :num_tokens] = k, v
-            out = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
+            out = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[
+                0
+            ]
             hidden = self.finish(layer, hidden, out)
         return keys, values
 
@@ -119,4 +123,6 @@ def _check(config: dict[str, Any], folder: Path) -> None:
                 "Calibrate a model of that kind, or write the plan by hand and mark it unproven."
             )
     if not any(folder.glob("*.safetensors")):
-        raise UnsupportedModel(f"{folder}: there is no *.safetensors file. Give the folder of a converted model.")
+        raise UnsupportedModel(
+            f"{folder}: there is no *.safetensors file. Give the folder of a converted model."
+        )

@@ -15,7 +15,9 @@ def plan_of(
     pattern: str, selection: Selection, *, name: str, architecture: str | None = None, evidence: str = ""
 ) -> LayerPlan:
     """Raises PlanError for a pattern that no plan may have, KeyError for an unknown letter."""
-    entries, full, indices = [], None, None
+    entries: list[LayerEntry] = []
+    full: int | None = None
+    indices: int | None = None
     for layer, letter in enumerate(pattern):
         anchor = {"X": full, "R": indices}.get(letter)
         entries.append(LayerEntry(layers=layer, role=ROLES[letter], anchor=anchor))

@@ -27,7 +27,18 @@ HELD_OUT = 1000
 _MODULES = (
     *("argparse", "ast", "calendar", "cgitb", "configparser", "csv", "dataclasses", "datetime", "difflib"),
     *("doctest", "enum", "fractions", "ftplib", "functools", "heapq", "inspect", "ipaddress", "mailbox"),
-    *("optparse", "pdb", "pickle", "platform", "random", "shutil", "statistics", "tarfile", "typing", "zipfile"),
+    *(
+        "optparse",
+        "pdb",
+        "pickle",
+        "platform",
+        "random",
+        "shutil",
+        "statistics",
+        "tarfile",
+        "typing",
+        "zipfile",
+    ),
 )
 
 
@@ -71,7 +82,9 @@ class Texts:
     def _retrieval(self, rng: random.Random, num_tokens: int) -> list[int]:
         documents = self._documents(rng, num_tokens)
         questions = [
-            f"\nQuestion: {fact.question}\nAnswer: {fact.answer}" for document in documents for fact in document.facts
+            f"\nQuestion: {fact.question}\nAnswer: {fact.answer}"
+            for document in documents
+            for fact in document.facts
         ]
         rng.shuffle(questions)
         end = self._ids("\n".join(questions[:4]))

@@ -20,7 +20,7 @@ def run_cli(*words, env=None):
 
 def test_the_commands_are_frozen():
     """A new command is a decision: change it here too."""
-    assert cli.COMMANDS == ("serve", "model", "check", "demo")
+    assert cli.COMMANDS == ("serve", "model", "check", "plan", "calibrate", "demo")
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
@@ -35,7 +35,7 @@ def test_an_unknown_command_exits_with_2_and_lists_the_known_ones(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["serv"])
     assert stop.value.code == 2
-    assert "'serve', 'model', 'check', 'demo'" in capsys.readouterr().err
+    assert "'serve', 'model', 'check', 'plan', 'calibrate', 'demo'" in capsys.readouterr().err
 
 
 def test_help_imports_neither_torch_nor_sglang():

@@ -94,5 +94,8 @@ def test_the_metric_names_are_frozen():
         "rows_total": (),
         "copied_tokens_total": (),
         "copy_seconds_total": (),
+        "decode_rows_total": ("kind",),
+        "decode_tokens_total": ("kind",),
+        "decode_own_scans_total": ("role",),
         "errors_total": (),
     }

@@ -17,6 +17,9 @@ from prompts import ask, distance, random_ids
 from servers import extended_server
 from tolerances import FULL_PREFILL_LOGPROB
 
+from sglang_blockreuse.layers.calibration.case import Case
+from sglang_blockreuse.layers.calibration.llama import Llama
+from sglang_blockreuse.layers.plan_loader import parse_plan
 from sglang_blockreuse.server_process import ServerFailed
 
 pytestmark = pytest.mark.engine
@@ -140,6 +143,20 @@ def test_an_aborted_row_leaves_the_others_alone(server):
         requests.post(server.url + "/abort_request", json={"rid": "doomed"}, timeout=30)
         assert distance(answer.result(), alone) <= FULL_PREFILL_LOGPROB
         doomed.result()
+
+
+def test_the_evaluator_computes_what_the_server_serves(server, model_path):
+    """Calibration's plain arithmetic and the engine agree on a sparse row's log-probabilities, float32 both."""
+    plan = parse_plan(PLAN, "test.yaml").bind(30, None)
+    answer = decode(server, LONG)
+    got = [value for value, *_ in answer["meta_info"]["output_token_logprobs"]]
+    # the first token is sampled from the prefill, every other one from a decode step
+    case = Case(Llama(model_path), "served", LONG + answer["output_ids"], len(got) - 1)
+    log_probs, _ = case.log_probs(plan)
+    for row, (token, value) in enumerate(zip(answer["output_ids"][1:], got[1:], strict=True)):
+        assert abs(float(log_probs[row, token]) - value) <= FULL_PREFILL_LOGPROB
+    dense = [float(case.dense[row, token]) for row, token in enumerate(answer["output_ids"][1:])]
+    assert max(abs(a - b) for a, b in zip(dense, got[1:], strict=True)) > 100 * FULL_PREFILL_LOGPROB
 
 
 class TestStaleState:

@@ -51,7 +51,7 @@ class CpuAttnBackend(AttentionBackend):
         self.workspace = Workspace()
         # what KV of decode steps is valid for: None or a dense plan writes what a full prefill would
         self.layer_plan = layer_plan
-        self.row_modes = RowModes(self.req_to_token_pool.req_to_token.shape[0])
+        self.row_modes = RowModes(self.req_to_token_pool.req_generation.numpy())
         self.sparse = _sparse_decoder(runner, layer_plan)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -91,7 +91,7 @@ class CpuAttnBackend(AttentionBackend):
             requests=requests,
             lens=lens,
             row_ids=pool.req_generation.numpy()[requests],
-            dense=self.row_modes.dense_B[requests],
+            dense=self.row_modes.dense(requests),
             bias=self._bias(),
         )
 

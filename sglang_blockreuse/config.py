@@ -11,7 +11,7 @@ import msgspec
 
 CONFIG_ENV = "SGLANG_BLOCKREUSE_CONFIG"
 
-POLICIES = ("seam",)
+POLICIES = ("seam", "head", "deviation", "query", "head+query", "random")
 
 
 class ConfigError(ValueError):
@@ -23,7 +23,8 @@ class BlocksConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_o
 
     policy: str = "seam"  # which positions of a reused block are recomputed
     tau: int | None = None  # tokens repaired on each side of a seam; null: spend `budget` evenly
-    budget: float = 0.05  # repaired share of the block tokens, used when tau is null
+    # what may be repaired: a share of the block tokens, or from 32 on a number of tokens; used when tau is null
+    budget: float = 0.05
     compile: Literal["before", "off"] = "before"  # prefill unseen blocks before the request, or never
     # auto: the text before the first block, or the model's BOS where a block stands at position 0
     compile_prefix: Literal["auto", "leading", "bos", "none"] = "auto"
@@ -32,7 +33,8 @@ class BlocksConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_o
     alpha: float = 0.0  # logit term on local keys
     beta: float = 0.0  # logit term on false sinks
     num_true_sinks: int = 4  # leading tokens of a block that count as sinks
-    guard: float | None = None  # reserved
+    # mean deviation of repaired keys, |k_new - k_old| / |k_new|, above which more is repaired; null: no guard
+    guard: float | None = None
     min_block_tokens: int = 32  # shorter blocks are computed, which costs less than looking them up
 
 
@@ -56,7 +58,17 @@ class Config(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=Tr
 
 
 KEYS = BlocksConfig.__struct_fields__
-RESERVED = ("separator", "auto", "guard")  # names that later versions give a meaning
+RESERVED = ("separator", "auto")  # names that later versions give a meaning
+
+# Between 1 and this a budget is refused: whoever writes 5 means percent.
+MIN_BUDGET_TOKENS = 32
+BUDGET_RULE = f"a share from 0 to 1, or a whole number of tokens from {MIN_BUDGET_TOKENS} on"
+
+
+def is_budget(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return False
+    return 0 <= value <= 1 or (value >= MIN_BUDGET_TOKENS and value == int(value))
 
 
 def load_config(path: str | os.PathLike[str] | None, *, layer_plan: str | None = None) -> Config:
@@ -105,8 +117,10 @@ def _check(config: Config, source: str) -> None:
         fail("policy", blocks.policy, f"it must be one of {', '.join(POLICIES)}", "Use seam.")
     if blocks.tau is not None and blocks.tau < 0:
         fail("tau", blocks.tau, "it counts tokens and cannot be negative", "Use 0 or more, or null.")
-    if not 0.0 <= blocks.budget <= 1.0:
-        fail("budget", blocks.budget, "it is a share from 0 to 1", "Use 0.05 for five percent.")
+    if not is_budget(blocks.budget):
+        fail("budget", blocks.budget, f"it must be {BUDGET_RULE}", "Use 0.05 for five percent.")
+    if blocks.guard is not None and not (math.isfinite(blocks.guard) and blocks.guard > 0):
+        fail("guard", blocks.guard, "it bounds a relative deviation, above 0", "Use null for no guard.")
     if blocks.min_block_tokens < 1:
         fail("min_block_tokens", blocks.min_block_tokens, "a block has at least one token", "Use 1 or more.")
     if blocks.num_true_sinks < 0:
@@ -125,6 +139,6 @@ def _check(config: Config, source: str) -> None:
             fail(
                 key,
                 getattr(blocks, key),
-                "this version finds blocks by blockreuse_spans only and has no guard",
+                "this version finds blocks by blockreuse_spans only",
                 "Leave the key out.",
             )

@@ -8,9 +8,10 @@ from typing import Any
 from .blocks.load import KvLoader
 from .blocks.manager import BlockManager
 from .blocks.rope import UnsupportedRope, find_ropes
+from .blocks.step import PrefillSteps
 from .blocks.tags import SlotTags
 from .config import Config
-from .host import install_hooks, require_contract
+from .host import install_hooks, require_contract, sum_over_ranks
 from .kernels.dispatch import Dispatcher
 from .metrics import Metrics
 from .settings import config_of
@@ -33,17 +34,24 @@ def create_radix_cache(ctx: Any) -> Any:
     check_server(ctx)
     loader, off_reason = _loader(ctx, config)
     cache = create_unified_radix_cache(ctx, cache_class=BlockReuseCache)
+    metrics = Metrics(_metric_labels(ctx))
     cache.blocks = BlockManager(
         config=config,
-        tags=_tags(ctx, config),
         tree=cache,
-        loader=loader,
         bos=_bos(ctx.model_config),
         pool_size=int(ctx.params.token_to_kv_pool_allocator.size),
-        metrics=Metrics(_metric_labels(ctx)),
+        metrics=metrics,
         off_reason=off_reason,
     )
-    _join_backend(ctx.tp_worker.model_runner.attn_backend, cache.blocks)
+    cache.steps = PrefillSteps(
+        cache.blocks,
+        loader,
+        metrics=metrics,
+        num_layers=ctx.model_config.num_hidden_layers,
+        reduce=sum_over_ranks,
+        tags=_tags(ctx, config),
+    )
+    _join_backend(ctx.tp_worker.model_runner.attn_backend, cache, metrics)
     install_hooks()
     logger.info("blockreuse: block reuse is %s, configuration %s", off_reason or "on", config.describe())
     return cache
@@ -137,12 +145,12 @@ def _loader(ctx: Any, config: Config) -> tuple[KvLoader | None, str | None]:
     return KvLoader(pool.k_buffer, pool.v_buffer, groups, Dispatcher(config.kernels)), None
 
 
-def _join_backend(backend: Any, manager: BlockManager) -> None:
+def _join_backend(backend: Any, cache: Any, metrics: Metrics) -> None:
     """Let the attention backend know which requests decode dense, and count where the server counts."""
-    manager.row_modes = getattr(backend, "row_modes", None)
+    cache.row_modes = getattr(backend, "row_modes", None)
     sparse = getattr(backend, "sparse", None)
     if sparse is not None:
-        sparse.metrics = manager.metrics
+        sparse.metrics = metrics
 
 
 def _tags(ctx: Any, config: Config) -> SlotTags | None:

@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 
+from .blocks.probe import Probe, probing
 from .blocks.rows import attach, fold_of, unfold
+from .blocks.step import PrefillSteps
 from .radix_cache import BlockReuseCache
 from .scheduler import accept_request, adder_class, streamer_class
+from .types import Fold
 
 
 def prefill_adder_class(result: Any, scheduler: Any) -> Any:
@@ -48,14 +51,21 @@ def init_forward_batch(
 ) -> Any:
     if not isinstance(batch.tree_cache, BlockReuseCache):
         return original(cls, batch, model_runner, **kwargs)  # a batch of the host's own, for warm-up
-    manager = batch.tree_cache.blocks
+    steps: PrefillSteps = batch.tree_cache.steps
     if not batch.forward_mode.is_extend_without_speculative():
-        if manager.tags is not None and batch.out_cache_loc is not None:
-            manager.tags.written(batch.out_cache_loc)
+        if steps.tags is not None and batch.out_cache_loc is not None:
+            steps.tags.written(batch.out_cache_loc)
         return original(cls, batch, model_runner, **kwargs)
-    if manager.row_modes is not None:
-        manager.row_modes.admit(batch.reqs)
-    to_run, fold = manager.fold_or_compute(batch, model_runner.req_to_token_pool.req_to_token)
+    if batch.tree_cache.row_modes is not None:
+        batch.tree_cache.row_modes.admit(batch.reqs)
+
+    def run_probe(folded: Any, fold: Fold, probe: Probe) -> None:
+        forward_batch = original(cls, folded, model_runner, **kwargs)
+        attach(forward_batch, fold)
+        with probing(model_runner.attn_backend, probe):
+            model_runner.forward(forward_batch)
+
+    to_run, fold = steps.prepare_or_compute(batch, model_runner.req_to_token_pool.req_to_token, run_probe)
     forward_batch = original(cls, to_run, model_runner, **kwargs)
     if fold is None:
         return forward_batch

@@ -201,6 +201,20 @@ CONTRACT: tuple[HostName, ...] = (
         "write before attending",
         ("self", "layer", "loc_info"),
     ),
+    HostName(_SRT + "distributed.get_tp_group", "call", "evidence of a probe is the same on every rank"),
+    HostName(
+        _SRT + "mem_cache.unified_radix_cache.UnifiedRadixCache.insert",
+        "call",
+        "publish local paths in a namespace of their own",
+        ("self", "params"),
+    ),
+    HostName(
+        _SRT + "mem_cache.unified_radix_cache.UnifiedRadixCache.touch_prefix",
+        "call",
+        "homes outlive the paths that were made of them",
+        ("self", "key"),
+    ),
+    HostName(_SRT + "managers.schedule_batch.FINISH_ABORT", "call", "an aborted row is not published"),
     HostName(_SRT + "platforms.interface.SRTPlatform", "subclass", "SGLang on a plain CPU"),
     HostName(
         _SRT + "platforms.interface.SRTPlatform.apply_server_args_defaults",
@@ -270,6 +284,13 @@ def require_contract() -> None:
             + "\n".join(f"  {r.name} ({r.reason}): {r.detail}" for r in broken)
             + f"\nInstall sglang {','.join(SUPPORTED_SGLANG)}, or a version of sglang-blockreuse made for yours."
         )
+
+
+def sum_over_ranks(values: Any) -> Any:
+    """Sum of a tensor over the tensor-parallel ranks, the same on each of them."""
+    from sglang.srt.distributed import get_tp_group
+
+    return get_tp_group().all_reduce(values)
 
 
 def install_hooks() -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import (
     CacheRequestHandle,
     CacheRequestOutcome,
+    InsertParams,
     MatchPrefixParams,
 )
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -15,6 +18,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from .blocks.manager import BlockManager, plan_of
 from .blocks.match import Namespace
+from .blocks.step import PrefillSteps
 from .types import RequestState
 
 
@@ -25,14 +29,13 @@ class BlockReuseCache(UnifiedRadixCache):
     namespaces are SGLang's own.
     """
 
-    blocks: BlockManager  # set by the factory right after construction
+    # set by the factory right after construction
+    blocks: BlockManager
+    steps: PrefillSteps
+    row_modes: Any = None  # layers.row_modes.RowModes, where the attention backend keeps one
 
     def lookup(self, tokens: array[int], namespace: Namespace) -> tuple[int, Any]:
-        match = self.match_prefix(
-            MatchPrefixParams(
-                key=RadixKey(tokens, extra_key=namespace.extra_key, cache_salt=namespace.cache_salt)
-            )
-        )
+        match = self.match_prefix(MatchPrefixParams(key=_key(tokens, namespace)))
         return int(match.device_prefix_len), match.last_device_node
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
@@ -45,9 +48,32 @@ class BlockReuseCache(UnifiedRadixCache):
         state: RequestState | None = getattr(req, "blockreuse", None)
         first_local = None if state is None else state.first_local
         super().checkpoint(req, up_to=up_to if first_local is None else min(up_to, first_local), **kwargs)
+        if req.finished():
+            self._publish_path(req, up_to)
         plan = plan_of(req)
         if plan is not None and up_to >= plan.end:
             self.blocks.release(req)
+
+    def _publish_path(self, req: Any, up_to: int) -> None:
+        """Hand the finished row's local part to the tree, in a namespace that exact requests never see."""
+        path = self.blocks.path_of(req)
+        if path is None or self.disable or isinstance(req.finished_reason, FINISH_ABORT):
+            return
+        first_local, namespace = path
+        if req.kv.cache_protected_len != first_local or up_to <= first_local:
+            return
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+        self.insert(
+            InsertParams(
+                key=_key(req.full_untruncated_fill_ids[first_local:up_to], namespace),
+                value=row[first_local:up_to].to(dtype=torch.int64, copy=True),
+                priority=req.priority or 0,
+            )
+        )
+        req.kv.cache_protected_len = up_to  # the tree's from here on, not the request's to free
+        for tokens, home_namespace in self.blocks.homes_of(req):
+            # homes serve many prompts, this path one: it must be evicted first
+            self.touch_prefix(_key(tokens, home_namespace))
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)
@@ -68,3 +94,7 @@ class BlockReuseCache(UnifiedRadixCache):
             "protected": int(self.protected_size()),
             "size": int(allocator.size),
         }
+
+
+def _key(tokens: array[int], namespace: Namespace) -> RadixKey:
+    return RadixKey(tokens, extra_key=namespace.extra_key, cache_salt=namespace.cache_salt)

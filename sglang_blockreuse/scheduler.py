@@ -16,7 +16,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from .blocks.compile import HOME_ID_PREFIX, HomeJob
 from .blocks.manager import BlockManager, plan_of
-from .blocks.request import RequestError, check_prompt
+from .blocks.request import RequestError, check_extra_key, check_prompt
 from .radix_cache import BlockReuseCache
 from .types import RequestState, Usage
 
@@ -139,6 +139,7 @@ def accept_request(scheduler: Any, req: Req) -> list[Req]:
     manager = cache.blocks
     jobs: list[HomeJob] = []
     try:
+        check_extra_key(req.extra_key)
         if req.multimodal_inputs is None and req.input_embeds is None:
             check_prompt(
                 req.origin_input_ids,

@@ -6,11 +6,13 @@ token positions of one request, intervals are half-open.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Mode = Literal["off", "exact", "reuse"]
+PATH = -1  # in place of a block's index: KV of a local path, which was repaired when it was made
 MODES: tuple[Mode, ...] = ("off", "exact", "reuse")
 
 
@@ -36,19 +38,31 @@ class BlockOptions:
     spans: tuple[Interval, ...]  # marked blocks, ascending, disjoint, inside the prompt
     policy: str
     tau: int | None  # tokens on each side of a seam; None: derived from the budget
-    budget: float  # share of the block tokens that may be repaired, 0..1
+    budget: float  # repaired share of the block tokens, 0..1; above 1: a number of tokens
+    question: Interval | None = None  # tokens whose attention chooses; None: what follows the last block
+
+    def with_budget(self, budget: float) -> BlockOptions:
+        return dataclasses.replace(self, budget=budget)
+
+    def budget_tokens(self, block_end: int) -> int:
+        """How many of `block_end` tokens, the N of |T|/N, may be repaired."""
+        return int(self.budget * block_end) if self.budget <= 1 else min(int(self.budget), block_end)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalSegment:
-    """A stretch of one block whose KV a home holds."""
+    """A stretch of the prompt whose KV the tree holds: of one block, at its home, or of a local path."""
 
     interval: Interval  # positions in the request, behind the exact prefix
     delta: int  # new position - home position, the same for every token of the segment
-    block: int  # index of the block among the request's spans
+    block: int  # index of the block among the request's spans, or PATH
     block_start: (
         int  # position where the block begins; before interval.start where its head is an exact prefix
     )
+
+    @property
+    def is_path(self) -> bool:
+        return self.block == PATH
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,22 @@ block reuse and from nothing else; any SGLang flag may follow the model path and
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from sglang_blockreuse.server_process import Server, extended_command, running_server, stock_command
 
-__all__ = ["Server", "extended_server", "stock_server"]
+__all__ = ["Server", "extended_server", "stock_server", "with_test_plugin"]
 
 START_TIMEOUT_S = 300.0
+
+
+def with_test_plugin() -> dict[str, str]:
+    """Environment of a server that loads `tests/plugin` besides what this process sees."""
+    paths = [str(Path(__file__).parent / "plugin"), os.environ.get("PYTHONPATH")]
+    return {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
 
 
 def stock_server(

@@ -70,6 +70,8 @@ def test_the_layer_plan_flag_wins_over_the_file(tmp_path):
         pytest.param("blocks: {tau: many}", r"blocks\.tau", id="wrong type"),
         pytest.param("blocks: {tau: -1}", r"blocks\.tau is -1", id="negative tau"),
         pytest.param("blocks: {budget: 5}", r"blocks\.budget is 5", id="budget in percent"),
+        pytest.param("blocks: {budget: 64.5}", r"blocks\.budget is 64\.5", id="budget of half a token"),
+        pytest.param("blocks: {guard: 0}", r"blocks\.guard is 0", id="guard without a bound"),
         pytest.param("blocks: {policy: magic}", r"blocks\.policy is 'magic'", id="unknown policy"),
         pytest.param("blocks: {alpha: 1.0}", r"blocks\.alpha is 1\.0", id="alpha adds weight"),
         pytest.param("blocks: {beta: .nan}", r"blocks\.beta", id="beta not finite"),

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
-from pathlib import Path
 
 import pytest
 from prompts import Library, ask, distance, usage
-from servers import extended_server
+from servers import extended_server, with_test_plugin
 from tolerances import FULL_PREFILL_LOGPROB
 
 pytestmark = pytest.mark.engine
@@ -25,7 +24,7 @@ def server(model_path, tmp_path_factory):
     log = tmp_path_factory.mktemp("exactness") / "server.log"
     flags = ("--dtype", "float32", "--max-total-tokens", "16000", "--max-running-requests", "8")
     flags += ("--chunked-prefill-size", str(CHUNK))
-    env = {"PYTHONPATH": str(Path(__file__).parent / "plugin")}
+    env = with_test_plugin()
     with extended_server(model_path, *flags, log=log, env=env) as running:
         yield running
 

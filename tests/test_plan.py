@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from strategies import layouts
 
 from sglang_blockreuse.blocks.plan import build_plan, merge, subtract
-from sglang_blockreuse.blocks.policy import deal, seam
+from sglang_blockreuse.blocks.policy import deal
 from sglang_blockreuse.types import BlockOptions, BlockPlan, Interval, LocalSegment
 
 
@@ -120,11 +120,6 @@ def test_dealing_is_even_and_leaves_nothing_over(capacities, total):
     assert all(s <= c for s, c in zip(shares, capacities, strict=True))
     unfilled = [s for s, c in zip(shares, capacities, strict=True) if s < c]
     assert not unfilled or max(shares) - min(unfilled) <= 1
-
-
-def test_seam_without_tau_or_budget_repairs_nothing():
-    assert seam([Interval(10, 60)], tau=None, budget_tokens=0) == []
-    assert seam([Interval(10, 60)], tau=0, budget_tokens=999) == []
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=8))

@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from strategies import spans
 
-from sglang_blockreuse.blocks.request import RequestError, check_prompt, parse_options, parse_spans
+from sglang_blockreuse.blocks.request import (
+    RequestError,
+    check_extra_key,
+    check_prompt,
+    parse_options,
+    parse_spans,
+)
 from sglang_blockreuse.config import BlocksConfig
 from sglang_blockreuse.types import Interval
 
@@ -57,11 +63,30 @@ def test_malformed_spans_are_refused_with_their_value(flat, says):
         ("blockreuse_budget", 1.1),
         ("blockreuse_budget", float("nan")),
         ("blockreuse_budget", "5%"),
+        ("blockreuse_budget", 5),
+        ("blockreuse_budget", True),
+        ("blockreuse_question", 7),
+        ("blockreuse_question", [3, 3]),
+        ("blockreuse_question", [0, 10_000]),
     ],
 )
 def test_bad_values_are_refused_by_name(key, value):
     with pytest.raises(RequestError, match=key):
         parse(**{key: value})
+
+
+def test_a_budget_may_count_tokens():
+    assert parse(blockreuse_budget=200).budget_tokens(1000) == 200
+    assert parse(blockreuse_budget=200).budget_tokens(100) == 100
+    assert parse(blockreuse_budget=0.05).budget_tokens(1000) == 50
+
+
+@pytest.mark.parametrize("key", ["blockreuse:", "blockreuse:0123:abc:tenant"])
+def test_the_namespaces_of_local_paths_are_refused(key):
+    with pytest.raises(RequestError, match="extra_key"):
+        check_extra_key(key)
+    check_extra_key("tenant")
+    check_extra_key(None)
 
 
 def test_a_mistyped_key_is_refused_not_ignored():

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import logging
-import time
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from ..config import Config
 from ..metrics import Metrics
-from ..types import BlockOptions, BlockPlan, Fold, Interval, RequestState, Usage
+from ..types import PATH, BlockOptions, BlockPlan, Interval, LocalSegment, RequestState, Usage
 from .compile import Compiler, HomeJob
-from .load import KvLoader
 from .match import Hit, Namespace, Tree, find
+from .paths import fingerprint, path_namespace
 from .plan import build_plan
+from .policy import POLICIES
+from .probe import MAX_QUESTION_TOKENS
 from .request import parse_options
-from .rows import fold_batch
 from .split import Home, compile_prefix, homes
-from .tags import SlotTags
 
 logger = logging.getLogger(__name__)
 
 # Share of the KV pool that one request and its unseen homes may fill together; beyond it the
 # homes would push out what they are compiled for.
 MAX_COMPILE_SHARE = 0.8
+# What a further row costs in attention and bookkeeping, and what taking over any KV costs, in computed tokens.
+ROW_COST_TOKENS = 1
+MIN_REUSED_TOKENS = 16
 # Reasons that hold for one admission only; a retracted request is looked up again.
 ADMISSION_VERDICTS = (
     "not_cached",
@@ -36,13 +37,15 @@ ADMISSION_VERDICTS = (
     "pool_too_small",
     "compile_off",
     "queue_full",
+    "cost_gate",
 )
 
 
 class BlockManager:
     """Host objects come in as arguments; the manager keeps no request but the state it hangs on them.
 
-    `loader` is None where block reuse is switched off for this server; `off_reason` then says why.
+    off_reason: why block reuse is switched off for this server, or None.
+    layer_plan: fingerprint of the plan that decode runs under, or None where decode is dense.
     """
 
     def __init__(
@@ -50,23 +53,20 @@ class BlockManager:
         *,
         config: Config,
         tree: Tree,
-        loader: KvLoader | None,
         bos: int | None,
         pool_size: int,
         metrics: Metrics,
-        tags: SlotTags | None = None,
+        layer_plan: str | None = None,
         off_reason: str | None = None,
     ) -> None:
         self.config = config.blocks
         self.metrics = metrics
         self.compiler = Compiler()
-        self.tags = tags  # kept only where alpha or beta is not 0
-        self.row_modes: Any = None  # layers.row_modes.RowModes, where the attention backend keeps one
         self._tree = tree
-        self._loader = loader
         self._bos = bos
         self._pool_size = pool_size
         self._off_reason = off_reason
+        self._layer_plan = layer_plan
 
     # -- arrival ---------------------------------------------------------------------------
 
@@ -149,24 +149,68 @@ class BlockManager:
             state.usage.skipped_reason = None
         start, end = req.prefix_len, len(req.full_untruncated_fill_ids)
         if state.may_reuse():
-            hits = find(
+            limit = min(end, _logprob_limit(req))
+            hits = self._find_path(req, state, start, limit)
+            covered = hits[-1].segment.interval.end if hits else start
+            hits += find(
                 self._tree,
                 self._homes(req, state),
-                start=start,
-                end=min(end, _logprob_limit(req)),
+                start=covered,
+                end=limit,
                 namespace=_namespace(req),
             )
             self._adopt(state, hits, start=start, end=end)
         self._account(req, state)
 
+    def _find_path(self, req: Any, state: RequestState, start: int, end: int) -> list[Hit]:
+        """The local path behind the exact prefix [0, start), locked: what an earlier turn left, if it did.
+
+        Two questions about the same documents deserve repairs of their own: a policy that listens to the
+        question takes a path over only where it holds an earlier question too.
+        """
+        tokens = req.full_untruncated_fill_ids
+        namespace = path_namespace(tokens[:start], _namespace(req), self._fingerprint(state.options))
+        length, node = self._tree.lookup(tokens[start:end], namespace)
+        asks = POLICIES[state.options.policy].needs == "question"
+        if length < 1 or (asks and start + length < state.options.spans[-1].end + MAX_QUESTION_TOKENS):
+            return []
+        held = Interval(start, start + length)
+        lock = self._tree.lock(node)
+        self.metrics.add("path_tokens_total", length)
+        return [Hit(LocalSegment(held, 0, PATH, start), self._tree.path_device_indices(node)[:length], lock)]
+
     def _adopt(self, state: RequestState, hits: Sequence[Hit], *, start: int, end: int) -> None:
-        plan = build_plan([h.segment for h in hits], start=start, end=end, options=state.options)
+        policy = state.options.policy
+        if POLICIES[policy].needs != "layout" and any(not h.segment.is_path for h in hits):
+            policy = POLICIES[policy].fallback or policy  # until a probe has measured what it needs
+        plan = build_plan(
+            [h.segment for h in hits], start=start, end=end, options=state.options, policy=policy
+        )
         state.locks = [h.lock for h in hits]
-        if plan.copies:
+        state.usage.guard = None
+        if plan.copies and pays(plan):
             state.plan, state.home_slots, state.first_local = plan, [h.slots for h in hits], plan.first_local
-        else:
-            self._unlock(state)
-            state.usage.skipped_reason = "all_repaired" if hits else None
+            state.usage.policy = policy
+            return
+        self._unlock(state)
+        if hits:
+            state.usage.skipped_reason = "cost_gate" if plan.copies else "all_repaired"
+
+    def replan(self, req: Any, plan: BlockPlan, *, policy: str | None = None) -> None:
+        """Another choice of what to repair, before anything of the plan was computed."""
+        state: RequestState = req.blockreuse
+        state.plan = plan
+        state.first_local = plan.first_local if plan.copies else None
+        if policy is not None:
+            state.usage.policy = policy
+        self._account(req, state)
+
+    def abandon(self, req: Any) -> None:
+        """The rest of the prompt is computed; first_local stays, because an earlier chunk may have copied."""
+        if plan_of(req) is not None:
+            self.release(req)
+            req.blockreuse.usage.skipped_reason = "internal_error"
+            self._account(req, req.blockreuse)
 
     def _account(self, req: Any, state: RequestState) -> None:
         usage, plan = state.usage, state.plan
@@ -204,73 +248,30 @@ class BlockManager:
         self._unlock(state)
         state.plan, state.home_slots = None, []
 
+    # -- the end -----------------------------------------------------------------------------
+
+    def path_of(self, req: Any) -> tuple[int, Namespace] | None:
+        """Where the request's local path begins and the namespace to publish it in; None where it has none."""
+        state: RequestState | None = getattr(req, "blockreuse", None)
+        if state is None or state.first_local is None or state.usage.skipped_reason is not None:
+            return None
+        before = req.full_untruncated_fill_ids[: state.first_local]
+        return state.first_local, path_namespace(before, _namespace(req), self._fingerprint(state.options))
+
+    def homes_of(self, req: Any) -> list[tuple[array[int], Namespace]]:
+        """Keys of the homes of the request's blocks, for the tree's order of eviction."""
+        state: RequestState | None = getattr(req, "blockreuse", None)
+        if state is None or not state.may_reuse():
+            return []
+        return [(home.tokens, _namespace(req)) for home in self._homes(req, state)]
+
+    def _fingerprint(self, options: BlockOptions) -> str:
+        return fingerprint(options, self.config, layer_plan=self._layer_plan)
+
     def _unlock(self, state: RequestState) -> None:
         locks, state.locks = state.locks, []
         for lock in locks:
             self._tree.unlock(lock)
-
-    # -- forward ---------------------------------------------------------------------------
-
-    def fold_or_compute(self, batch: Any, req_to_token: torch.Tensor) -> tuple[Any, Fold | None]:
-        """`prepare_forward`, or the batch as it is: every position has a slot, so all of it can be computed."""
-        try:
-            return self.prepare_forward(batch, req_to_token)
-        except Exception:
-            logger.exception("blockreuse: a prefill step computes everything")
-            self.metrics.add("errors_total")
-            for req in batch.reqs:
-                if plan_of(req) is not None:
-                    # first_local stays: an earlier chunk of the request may have copied
-                    self.release(req)
-                    req.blockreuse.usage.skipped_reason = "internal_error"
-                    self._account(req, req.blockreuse)
-            return batch, None
-
-    def prepare_forward(self, batch: Any, req_to_token: torch.Tensor) -> tuple[Any, Fold | None]:
-        """Load what the batch reuses and fold its requests into rows.
-
-        batch: the host's ScheduleBatch of a prefill or mixed step, left as it is.
-        req_to_token: int32 [request slots, positions], the host's page table.
-        Returns the batch to run and, where it was folded, how to undo it.
-        """
-        decoding = {id(r) for r in batch.decoding_reqs or ()}
-        runs_per_request: list[list[Interval]] = []
-        num_copied = 0
-        if self.tags is not None:
-            self.tags.written(batch.out_cache_loc)
-        for req, low, extend in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
-            plan = plan_of(req)
-            if plan is None or id(req) in decoding:
-                runs_per_request.append([Interval(low, low + extend)])
-                continue
-            runs_per_request.append(plan.runs_within(low, low + extend))
-            num_copied += self._load(req.blockreuse, req_to_token[req.kv.req_pool_idx], low, low + extend)
-        if all(
-            len(runs) == 1 and len(runs[0]) == extend
-            for runs, extend in zip(runs_per_request, batch.extend_lens, strict=True)
-        ):
-            return batch, None
-        folded, fold = fold_batch(batch, runs_per_request)
-        self.metrics.forward(num_rows=fold.num_rows, num_copied=num_copied)
-        logger.info(
-            "blockreuse: %d requests in %d rows, %d tokens computed, %d copied, %d in exact prefixes",
-            len(batch.reqs),
-            fold.num_rows,
-            sum(fold.tokens),
-            num_copied,
-            sum(batch.prefix_lens),
-        )
-        return folded, fold
-
-    def _load(self, state: RequestState, row_slots: torch.Tensor, low: int, high: int) -> int:
-        assert self._loader is not None
-        assert state.plan is not None
-        if self.tags is not None:
-            self.tags.loaded(state.plan, row_slots, low, high)
-        started = time.perf_counter()
-        num_copied = self._loader.load(state, row_slots, low, high)
-        self.metrics.add("copy_seconds_total", time.perf_counter() - started)
-        return num_copied
 
     def _homes(self, req: Any, state: RequestState) -> list[Home]:
         return homes(
@@ -279,6 +280,11 @@ class BlockManager:
             prefix=state.compile_prefix,
             min_block_tokens=self.config.min_block_tokens,
         )
+
+
+def pays(plan: BlockPlan) -> bool:
+    """Whether reuse saves more than its rows and copies cost, by counts of tokens."""
+    return plan.num_reused >= MIN_REUSED_TOKENS + ROW_COST_TOKENS * (len(plan.runs) - 1)
 
 
 def plan_of(req: Any) -> BlockPlan | None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..types import BlockOptions, BlockPlan, Copy, Interval, LocalSegment
-from .policy import POLICIES
+from .policy import POLICIES, Evidence, Layout
+
+# Rows of attention that one request may have in a step; runs beyond it are joined over the shortest copies.
+MAX_RUNS = 224
 
 
 def build_plan(
@@ -14,21 +17,27 @@ def build_plan(
     start: int,
     end: int,
     options: BlockOptions,
+    policy: str | None = None,
+    evidence: Evidence | None = None,
 ) -> BlockPlan:
     """Plan the positions [start, end) of one request.
 
     segments: reusable stretches behind `start`, ascending, disjoint.
     start: length of the exact prefix; end: length of the sequence to prefill.
+    policy: in place of the request's own; evidence: what that policy asks for.
 
+    Local paths are taken over as they are: they were repaired when they were made.
     The last position is computed whatever the policy says. Host-free and deterministic,
     so every tensor-parallel rank builds the same plan.
     """
     block_end = options.spans[-1].end if options.spans else end
-    repaired = POLICIES[options.policy](
-        [s.interval for s in segments],
+    layout = Layout(
+        segments=tuple(s.interval for s in segments if not s.is_path),
+        budget_tokens=options.budget_tokens(block_end),
         tau=options.tau,
-        budget_tokens=int(options.budget * block_end),
+        evidence=evidence or Evidence(),
     )
+    repaired = POLICIES[policy or options.policy].select(layout) if layout.segments else []
     repaired = merge([*repaired, Interval(end - 1, end)])
     copies = [
         Copy(hole, index)
@@ -36,6 +45,9 @@ def build_plan(
         for hole in subtract(segment.interval, repaired)
     ]
     runs = subtract(Interval(start, end), [c.interval for c in copies])
+    if len(runs) > MAX_RUNS:
+        copies = _without_shortest(copies, len(runs) - MAX_RUNS, start=start)
+        runs = subtract(Interval(start, end), [c.interval for c in copies])
     num_local = sum(len(s.interval) for s in segments)
     num_reused = sum(len(c.interval) for c in copies)
     return BlockPlan(
@@ -47,6 +59,20 @@ def build_plan(
         num_repaired=num_local - num_reused,
         block_end=block_end,
     )
+
+
+def _without_shortest(copies: Sequence[Copy], num: int, *, start: int) -> list[Copy]:
+    """`copies` without the `num` shortest that lie between two runs; each one less joins two runs."""
+    between = [
+        i
+        for i, copy in enumerate(copies)
+        # touching copies come from neighbouring segments: computing one of them would add a run
+        if copy.interval.start > start
+        and (i == 0 or copies[i - 1].interval.end < copy.interval.start)
+        and (i + 1 == len(copies) or copy.interval.end < copies[i + 1].interval.start)
+    ]
+    shortest = set(sorted(between, key=lambda i: (len(copies[i].interval), i))[:num])
+    return [copy for i, copy in enumerate(copies) if i not in shortest]
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:

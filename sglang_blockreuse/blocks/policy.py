@@ -1,46 +1,117 @@
 """Recompute policies: which positions of the reused segments belong to T.
 
-A policy has the signature of `seam` and needs nothing but the layout; the registry
-below is the one place that names them.
+A policy is a record in `POLICIES`: what it must know beyond the layout, and a `select` that turns
+layout, budget and evidence into positions. Everything is plain Python and NumPy and deterministic,
+so every tensor-parallel rank that sees the same evidence chooses the same positions.
+
+Dims: N positions of the request
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..types import Interval
 
-Policy = Callable[..., list[Interval]]
+# Runs chosen by score are at most so many; a larger budget is spent in longer pieces instead. Each run is
+# a row of attention, whose index buffers and launches have an end.
+MAX_SCORED_RUNS = 160
+# Share of the budget that `head+query` spends on the heads of blocks before the question has its say.
+HEAD_SHARE = 0.2
+
+Needs = Literal["layout", "question", "deviation"]
 
 
-def seam(segments: Sequence[Interval], *, tau: int | None, budget_tokens: int) -> list[Interval]:
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What a probe measured for the positions of one request; see `probe.py`."""
+
+    # [3, N]: what the question takes up of a position, summed over its tokens, at most, and at its last token
+    attention_3N: NDArray[np.float32] | None = None
+    deviation_N: NDArray[np.float32] | None = None  # |k_new - k_old| / |k_new| at an early layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What may be repaired, and how much of it."""
+
+    segments: tuple[Interval, ...]  # reused stretches of blocks, ascending, disjoint
+    budget_tokens: int
+    tau: int | None = None  # policies of windows only: tokens on each side, instead of the budget
+    evidence: Evidence = field(default_factory=Evidence)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """`select` returns ascending, disjoint intervals inside the segments, of at most `budget_tokens`
+    tokens unless tau is given."""
+
+    select: Callable[[Layout], list[Interval]]
+    needs: Needs = "layout"
+    fallback: str | None = None  # the policy for requests whose evidence cannot be measured
+
+
+def seam(layout: Layout) -> list[Interval]:
     """Symmetric windows of tau on both sides of every seam (source, section 5.3).
 
         T_seam(i) = [e_i - tau, e_i) | [s_{i+1}, s_{i+1} + tau)
 
     with the asymmetric rule: the true prefix B1 is exact, so nothing of its tail is
-    recomputed, and that window goes to the tail of B_m. `segments` are the reused
+    recomputed, and that window goes to the tail of B_m. Segments are the reused
     stretches only: a neighbour that is computed anyway needs no window. Every segment
     thus repairs its head and its tail.
 
-    With tau None, `budget_tokens` are dealt out evenly, what short segments cannot
-    take goes to the others. Returns ascending, disjoint intervals.
+    With tau None the budget is dealt out evenly, what short segments cannot take goes
+    to the others.
     """
-    if tau is None:
-        shares = deal([len(s) for s in segments], budget_tokens)
-        windows = [((share + 1) // 2, share // 2) for share in shares]
+    if layout.tau is None:
+        windows = [((share + 1) // 2, share // 2) for share in _even(layout, layout.budget_tokens)]
     else:
-        windows = [(tau, tau)] * len(segments)
-    chosen: list[Interval] = []
-    for segment, (head, tail) in zip(segments, windows, strict=True):
-        if head + tail >= len(segment):
-            chosen.append(segment)
-            continue
-        if head:
-            chosen.append(Interval(segment.start, segment.start + head))
-        if tail:
-            chosen.append(Interval(segment.end - tail, segment.end))
-    return chosen
+        windows = [(layout.tau, layout.tau)] * len(layout.segments)
+    return _windows(layout.segments, windows)
+
+
+def head(layout: Layout) -> list[Interval]:
+    """The first tokens of every segment: the false sinks, and those that lack most of their left context."""
+    if layout.tau is None:
+        windows = [(share, 0) for share in _even(layout, layout.budget_tokens)]
+    else:
+        windows = [(layout.tau, 0)] * len(layout.segments)
+    return _windows(layout.segments, windows)
+
+
+def deviation(layout: Layout) -> list[Interval]:
+    """The positions whose key changed most at an early layer when it was computed in context."""
+    assert layout.evidence.deviation_N is not None
+    return _top(layout, layout.evidence.deviation_N, layout.budget_tokens)
+
+
+def query(layout: Layout) -> list[Interval]:
+    """The positions of which the question takes up most."""
+    return _top(layout, _interest(layout), layout.budget_tokens)
+
+
+def head_and_query(layout: Layout) -> list[Interval]:
+    """A part of the budget for the heads of all segments, the rest for what the question looks at."""
+    num_head = int(layout.budget_tokens * HEAD_SHARE)
+    heads = _windows(layout.segments, [(share, 0) for share in _even(layout, num_head)])
+    num_spent = sum(len(i) for i in heads)
+    return _top(layout, _interest(layout), layout.budget_tokens - num_spent, taken=heads)
+
+
+def random(layout: Layout) -> list[Interval]:
+    """Positions drawn evenly: the control that every other policy has to beat."""
+    if not layout.segments:
+        return []
+    num = layout.segments[-1].end
+    seed = [num, layout.budget_tokens, *(s.start for s in layout.segments)]
+    scores_N = np.random.default_rng(seed).random(num, dtype=np.float32)
+    return _top(layout, scores_N, layout.budget_tokens)
 
 
 def deal(capacities: Sequence[int], total: int) -> list[int]:
@@ -59,4 +130,89 @@ def deal(capacities: Sequence[int], total: int) -> list[int]:
     return shares
 
 
-POLICIES: dict[str, Policy] = {"seam": seam}
+def _even(layout: Layout, total: int) -> list[int]:
+    return deal([len(s) for s in layout.segments], total)
+
+
+def _windows(segments: Sequence[Interval], windows: Sequence[tuple[int, int]]) -> list[Interval]:
+    """The first `head` and last `tail` tokens of every segment, all of it where they meet."""
+    chosen: list[Interval] = []
+    for segment, (first, last) in zip(segments, windows, strict=True):
+        if first + last >= len(segment):
+            chosen.append(segment)
+            continue
+        if first:
+            chosen.append(Interval(segment.start, segment.start + first))
+        if last:
+            chosen.append(Interval(segment.end - last, segment.end))
+    return [c for c in chosen if len(c)]
+
+
+def _interest(layout: Layout) -> NDArray[np.float32]:
+    """How much the question takes up of each position, over the segments alone.
+
+    Three views of the question count alike: all of its tokens, the one that looks hardest, and the last.
+    """
+    assert layout.evidence.attention_3N is not None
+    attention_3N = layout.evidence.attention_3N
+    inside_N = np.zeros(attention_3N.shape[1], dtype=bool)
+    for segment in layout.segments:
+        inside_N[segment.start : segment.end] = True
+    scores_3N = np.where(inside_N, attention_3N, 0.0)
+    totals_31 = scores_3N.sum(axis=1, keepdims=True)
+    found: NDArray[np.float32] = (scores_3N / np.maximum(totals_31, np.float32(1e-20))).sum(axis=0)
+    return found
+
+
+def _top(
+    layout: Layout,
+    scores_N: NDArray[np.float32],
+    num: int,
+    *,
+    taken: Sequence[Interval] = (),
+) -> list[Interval]:
+    """`taken` and the `num` best positions of the segments outside of it, as intervals.
+
+    Positions are taken in pieces that are as long as MAX_SCORED_RUNS demands. Ties go to the lower position.
+    """
+    piece_len = max(1, -(-num // MAX_SCORED_RUNS))
+    pieces: list[tuple[float, int, int]] = []  # (-score, start, end)
+    is_taken_N = np.zeros(len(scores_N) + 1, dtype=bool)
+    for interval in taken:
+        is_taken_N[interval.start : interval.end] = True
+    for segment in layout.segments:
+        scores = scores_N[segment.start : segment.end]
+        open_ = np.flatnonzero(~is_taken_N[segment.start : segment.end])
+        for first in range(0, len(open_), piece_len):
+            piece = open_[first : first + piece_len]
+            score = -float(scores[piece].mean())
+            pieces.append((score, segment.start + int(piece[0]), segment.start + int(piece[-1]) + 1))
+    pieces.sort()
+    chosen = list(taken)
+    for _, start, end in pieces:
+        if num <= 0:
+            break
+        end = min(end, start + num)
+        num -= end - start
+        chosen.append(Interval(start, end))
+    return _joined(chosen)
+
+
+def _joined(intervals: Sequence[Interval]) -> list[Interval]:
+    joined: list[Interval] = []
+    for interval in sorted(intervals):
+        if joined and interval.start <= joined[-1].end:
+            joined[-1] = Interval(joined[-1].start, max(joined[-1].end, interval.end))
+        else:
+            joined.append(interval)
+    return joined
+
+
+POLICIES: dict[str, Policy] = {
+    "seam": Policy(seam),
+    "head": Policy(head),
+    "deviation": Policy(deviation, needs="deviation", fallback="head"),
+    "query": Policy(query, needs="question", fallback="head"),
+    "head+query": Policy(head_and_query, needs="question", fallback="head"),
+    "random": Policy(random),
+}

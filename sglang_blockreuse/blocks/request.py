@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..config import POLICIES, BlocksConfig
+from ..config import BUDGET_RULE, POLICIES, BlocksConfig, is_budget
 from ..types import MODES, BlockOptions, Interval
+from .paths import PREFIX as PATH_PREFIX
 
 PREFIX = "blockreuse_"
-KEYS = ("blockreuse_mode", "blockreuse_spans", "blockreuse_policy", "blockreuse_tau", "blockreuse_budget")
+KEYS = (
+    "blockreuse_mode",
+    "blockreuse_spans",
+    "blockreuse_policy",
+    "blockreuse_tau",
+    "blockreuse_budget",
+    "blockreuse_question",
+)
 
 
 class RequestError(ValueError):
@@ -40,8 +48,8 @@ def parse_options(params: Mapping[str, Any] | None, *, prompt_len: int, config: 
     if tau is not None and (not _is_int(tau) or tau < 0):
         raise RequestError(f"blockreuse_tau is {tau!r}, but it must be a number of tokens, 0 or more.")
     budget = given.get("blockreuse_budget")
-    if budget is not None and not (_is_number(budget) and 0.0 <= budget <= 1.0):
-        raise RequestError(f"blockreuse_budget is {budget!r}, but it must be a share from 0 to 1.")
+    if budget is not None and not is_budget(budget):
+        raise RequestError(f"blockreuse_budget is {budget!r}, but it must be {BUDGET_RULE}.")
     if tau is None and budget is None:
         tau = config.tau
     return BlockOptions(
@@ -50,7 +58,25 @@ def parse_options(params: Mapping[str, Any] | None, *, prompt_len: int, config: 
         policy=policy,
         tau=tau,
         budget=config.budget if budget is None else float(budget),
+        question=_parse_question(given.get("blockreuse_question"), prompt_len),
     )
+
+
+def _parse_question(pair: Any, prompt_len: int) -> Interval | None:
+    """`[start, end]`: the tokens whose attention chooses what is repaired."""
+    if pair is None:
+        return None
+    if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(_is_int(x) for x in pair):
+        raise RequestError(
+            f"blockreuse_question is {_short(pair)}, but it must be [start, end], token positions."
+        )
+    start, end = pair
+    if not 0 <= start < end <= prompt_len:
+        raise RequestError(
+            f"blockreuse_question is [{start}, {end}], but it must be a span inside the prompt: "
+            f"0 <= start < end <= {prompt_len}."
+        )
+    return Interval(start, end)
 
 
 def parse_spans(flat: Any, prompt_len: int) -> tuple[Interval, ...]:
@@ -83,6 +109,15 @@ def parse_spans(flat: Any, prompt_len: int) -> tuple[Interval, ...]:
     return spans
 
 
+def check_extra_key(extra_key: str | None) -> None:
+    """Refuse a namespace of ours, which holds local KV. Raises RequestError."""
+    if extra_key is not None and extra_key.startswith(PATH_PREFIX):
+        raise RequestError(
+            f"extra_key is {_short(extra_key)}, but keys that begin with {PATH_PREFIX!r} are reserved. "
+            "Choose another one."
+        )
+
+
 def check_prompt(tokens: Sequence[int], *, vocab_size: int, logprob_start_len: int) -> None:
     """Refuse what the host lets through and then dies of. Raises RequestError."""
     outside = next((t for t in tokens if not 0 <= t < vocab_size), None)
@@ -98,10 +133,6 @@ def check_prompt(tokens: Sequence[int], *, vocab_size: int, logprob_start_len: i
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _short(value: Any) -> str:

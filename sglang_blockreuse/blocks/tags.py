@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.reference import TAG_FALSE_SINK, TAG_LOCAL
-from ..types import BlockPlan, Interval
+from ..types import Interval, RequestState
 
 
 class SlotTags:
@@ -24,15 +24,22 @@ class SlotTags:
         """Slots whose KV is computed in this forward: global, whatever stood there before."""
         self.values_S[slots_T] = 0
 
-    def loaded(self, plan: BlockPlan, row_slots: Tensor, low: int, high: int) -> None:
+    def loaded(self, state: RequestState, row_slots: Tensor, low: int, high: int) -> None:
         """Positions of [low, high) that were copied: local, and false sinks at the head of their block.
 
         Positions that are repaired keep their tag 0, so repair empties the false sinks as the source has it.
+        What a local path held keeps the tags that it had there.
         row_slots: the request's slots by position.
         """
-        for index, part in plan.copies_within(low, high):
-            self.values_S[row_slots[part.start : part.end].long()] = TAG_LOCAL
-            segment = plan.segments[index]
+        assert state.plan is not None
+        for index, part in state.plan.copies_within(low, high):
+            slots = row_slots[part.start : part.end].long()
+            segment = state.plan.segments[index]
+            if segment.is_path:
+                offset = part.start - segment.interval.start
+                self.values_S[slots] = self.values_S[state.home_slots[index][offset : offset + len(part)]]
+                continue
+            self.values_S[slots] = TAG_LOCAL
             sinks = Interval(segment.block_start, segment.block_start + self._num_sinks).clip(
                 part.start, part.end
             )

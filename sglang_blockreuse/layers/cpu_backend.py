@@ -47,6 +47,7 @@ class CpuAttnBackend(AttentionBackend):
         self.device = runner.device
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
+        self.probe: Any | None = None  # looks on for the length of one forward, see blocks/probe.py
         self.forward_metadata: AttentionPlan | Step | None = None
         self.workspace = Workspace()
         # what KV of decode steps is valid for: None or a dense plan writes what a full prefill would
@@ -137,6 +138,9 @@ class CpuAttnBackend(AttentionBackend):
                 f"attention backend blockreuse on the CPU: layer {layer.layer_id} passes {', '.join(unknown)}, "
                 "which would be ignored. Choose --attention-backend torch_native."
             )
+        probe, keys = self.probe, self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        if probe is not None and k is not None:
+            probe.before_write(layer, k.view(-1, layer.tp_k_head_num, layer.head_dim), keys)
         if save_kv_cache and k is not None and v is not None:
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         plan = self.forward_metadata
@@ -145,9 +149,10 @@ class CpuAttnBackend(AttentionBackend):
                 "attention backend blockreuse: init_forward_metadata was not called for this batch"
             )
         q = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
-        out = torch.empty_like(q)
-        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+        if probe is not None:
+            probe.after_write(layer, q, keys, values)
+        out = torch.empty_like(q)
         if isinstance(plan, Step):
             assert self.sparse is not None
             self.sparse.run(plan, layer.layer_id, q, keys, values, out, scale=layer.scaling)

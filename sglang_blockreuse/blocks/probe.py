@@ -1,0 +1,172 @@
+"""Measures, before a prefill step, what a policy or the guard wants to know about loaded KV.
+
+A probe is a forward of its own over a few rows that is left after an early layer: the question's rows, to see
+where it looks; all rows, to see which keys change; or the rows that are about to be repaired, for the guard.
+What it writes is written again by the step itself.
+
+Dims: T probed tokens of one request, N its positions, Q query heads, H KV heads, G query heads per KV head,
+      D head dim, S pool slots
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..types import Interval
+from .policy import Evidence
+
+Kind = Literal["question", "deviation", "guard"]
+
+# Layers, as shares of the depth, whose attention from the question counts; the probe ends with the last. Early
+# layers look for the same words, late-middle ones for what the answer needs.
+QUESTION_LAYERS = (0.4, 0.83)
+DEVIATION_DEPTH = (
+    1  # layer 0 sees token and position alone, layer 1 is the first whose keys depend on context
+)
+GUARD_DEPTH = 0.1
+# The last tokens of the question that are asked; more of them would mostly repeat the instructions.
+MAX_QUESTION_TOKENS = 64
+
+
+class ProbeDone(Exception):
+    """Leaves the model's forward after the last layer that a probe looks at."""
+
+
+@contextmanager
+def probing(backend: Any, probe: Probe) -> Iterator[None]:
+    """Let `backend` show its layers to `probe`, and take the probe's leaving for the end of the forward."""
+    backend.probe = probe
+    try:
+        yield
+    except ProbeDone:
+        return
+    finally:
+        backend.probe = None
+    raise RuntimeError("a probe's forward ran to its end: the attention backend did not show its layers")
+
+
+@dataclass(slots=True)
+class Subject:
+    """One request in a probe; mutable, collects what the layers show."""
+
+    kind: Kind
+    slots_N: Tensor  # int64, the request's slots by position
+    rows: tuple[Interval, ...]  # positions that the probe computes, ascending
+    first: int  # index of the request's first token in the probe's forward
+    asked_T: Tensor | None = None  # indices, among the request's probed tokens, of the question
+    attention_3N: Tensor | None = None  # float32: summed over the question, its maximum, its last token's
+    change_2T: Tensor | None = None  # float32: squared |k_new - k_old| and |k_new| per probed token
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(r) for r in self.rows)
+
+    def positions(self) -> Tensor:
+        return torch.cat([torch.arange(r.start, r.end) for r in self.rows])
+
+
+@dataclass(slots=True)
+class Probe:
+    """Rides on the attention backend for one forward; the backend calls it in every layer."""
+
+    subjects: Sequence[Subject]
+    num_layers: int
+    reduce: Callable[[Tensor], Tensor] = field(default=lambda x: x)  # sum over tensor-parallel ranks
+    _question_layers: range = field(init=False)
+    _compared: dict[str, int] = field(init=False)  # kind -> the layer whose keys are compared
+    _last: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        kinds = {s.kind for s in self.subjects}
+        self._question_layers = question_layers(self.num_layers) if "question" in kinds else range(0)
+        compared = {
+            "deviation": min(DEVIATION_DEPTH, self.num_layers - 1),
+            "guard": guard_layer(self.num_layers),
+        }
+        self._compared = {kind: layer for kind, layer in compared.items() if kind in kinds}
+        self._last = max(0, *self._compared.values(), *self._question_layers)
+
+    def before_write(self, layer: Any, k_THD: Tensor, pool_SHD: Tensor) -> None:
+        """New keys of the forward's tokens, and the pool that still holds the old ones."""
+        for subject in self.subjects:
+            if self._compared.get(subject.kind) == layer.layer_id:
+                self._compare(subject, k_THD, pool_SHD)
+
+    def after_write(self, layer: Any, q_TQD: Tensor, k_SHD: Tensor, v_SHD: Tensor) -> None:
+        """Queries of the forward's tokens, and the pools with what they see. Raises ProbeDone."""
+        if layer.layer_id in self._question_layers:
+            for subject in self.subjects:
+                if subject.kind == "question":
+                    _attend(subject, q_TQD, k_SHD, v_SHD, scale=layer.scaling)
+        if layer.layer_id == self._last:
+            raise ProbeDone
+
+    def evidence(self) -> list[Evidence]:
+        """What was found, per subject, equal on every rank."""
+        return [self._evidence(subject) for subject in self.subjects]
+
+    def _evidence(self, subject: Subject) -> Evidence:
+        if subject.attention_3N is not None:
+            return Evidence(attention_3N=_numpy(self.reduce(subject.attention_3N)))
+        if subject.change_2T is None:
+            return Evidence()
+        change_T, norm_T = self.reduce(subject.change_2T).cpu().sqrt()
+        deviation_N = torch.zeros(len(subject.slots_N))
+        deviation_N[subject.positions()] = change_T / norm_T.clamp_min(1e-6)
+        return Evidence(deviation_N=_numpy(deviation_N))
+
+    def _compare(self, subject: Subject, k_THD: Tensor, pool_SHD: Tensor) -> None:
+        new_THD = k_THD[subject.first : subject.first + subject.num_tokens].float()
+        old_THD = pool_SHD[subject.slots_N[subject.positions().to(subject.slots_N.device)]].float()
+        subject.change_2T = torch.stack(
+            [(new_THD - old_THD).square().sum(dim=(1, 2)), new_THD.square().sum(dim=(1, 2))]
+        )
+
+
+def question_layers(num_layers: int) -> range:
+    first, last = (round(share * (num_layers - 1)) for share in QUESTION_LAYERS)
+    return range(first, last + 1)
+
+
+def guard_layer(num_layers: int) -> int:
+    return min(max(DEVIATION_DEPTH, round(GUARD_DEPTH * num_layers)), num_layers - 1)
+
+
+def mean_deviation(evidence: Evidence, local: Sequence[Interval]) -> float:
+    """Mean deviation of the given positions, which were copied and are computed anew; 0 where there are none."""
+    if evidence.deviation_N is None or not local:
+        return 0.0
+    values = np.concatenate([evidence.deviation_N[i.start : i.end] for i in local])
+    return float(values.mean()) if values.size else 0.0
+
+
+def _attend(subject: Subject, q_TQD: Tensor, k_SHD: Tensor, v_SHD: Tensor, *, scale: float) -> None:
+    """Add how much of each position the question takes up: attention times the length of the value.
+
+    The length matters: sinks draw attention and give nothing, their values are short.
+    """
+    assert subject.asked_T is not None
+    slots_N, asked_A = subject.slots_N, subject.asked_T.to(q_TQD.device)
+    k_NHD, v_NHD = k_SHD[slots_N].float(), v_SHD[slots_N].float()
+    q_AHGD = q_TQD[subject.first + asked_A].float().unflatten(1, (k_NHD.shape[1], -1))
+    logits_HGAN = torch.einsum("ahgd,nhd->hgan", q_AHGD, k_NHD) * scale
+    position_A = subject.positions()[subject.asked_T].to(q_TQD.device)
+    hidden_AN = torch.arange(len(slots_N), device=q_TQD.device) > position_A[:, None]
+    weights_HGAN = logits_HGAN.masked_fill_(hidden_AN, -torch.inf).softmax(dim=-1)
+    taken_HGAN = weights_HGAN * v_NHD.norm(dim=-1).T[:, None, None]
+    by_query = (taken_HGAN.sum(dim=2), taken_HGAN.amax(dim=2), taken_HGAN[:, :, -1])
+    found_3N = torch.stack([x.sum(dim=(0, 1)) for x in by_query])
+    subject.attention_3N = found_3N if subject.attention_3N is None else subject.attention_3N + found_3N
+
+
+def _numpy(values: Tensor) -> NDArray[np.float32]:
+    found: NDArray[np.float32] = values.float().cpu().numpy()
+    return found

@@ -1,6 +1,8 @@
-"""Decode time per token on real servers: attention backend `blockreuse` against SGLang's `torch_native`.
+"""Decode time per token on real servers: attention backend `blockreuse` against SGLang's `torch_native`, and with
+--layer-plan `blockreuse` under that plan too.
 
-    python bench/decode.py [--dtype bfloat16] [--contexts 4096 7500] [--batch 8] [--out FILE.json]
+    python bench/decode.py [--dtype bfloat16] [--contexts 4096 7500] [--batch 8] [--layer-plan NAME|PATH]
+                           [--only plan blockreuse] [--out FILE.json]
 
 One server after the other in one run, same model, same prompts. A batch shares all of its prompt but the last
 tokens, so that its prefill is short; its decode reads as many keys per request as any other.
@@ -24,9 +26,9 @@ from sglang_blockreuse.demo import environment
 from sglang_blockreuse.demo.client import EndOfTurn, time_prompt
 from sglang_blockreuse.demo.prompts import Prompt
 from sglang_blockreuse.model import ensure_model
-from sglang_blockreuse.server_process import Server, running_server, stock_command
+from sglang_blockreuse.server_process import Server, extended_command, running_server, stock_command
 
-BACKENDS = ("torch_native", "blockreuse")
+BACKENDS = ("torch_native", "blockreuse", "plan")
 NEVER = EndOfTurn(-1, "\0")  # answers are never cut
 
 
@@ -42,15 +44,22 @@ def main() -> int:
     )
     parser.add_argument("--tokens", type=int, default=32, help="decoded tokens per request")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--layer-plan", metavar="NAME|PATH", help="a third server, under this plan")
+    parser.add_argument("--only", nargs="+", choices=BACKENDS, help="leave the other servers out")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     model = options.model_path or ensure_model()
     cases = [(1, n) for n in options.contexts] + [(options.batch, max(options.contexts))]
-    times = {backend: run_backend(backend, model, cases, options) for backend in BACKENDS}
-    print(f"{'batch':>6} {'context':>8} {BACKENDS[0] + ' ms':>17} {BACKENDS[1] + ' ms':>14} {'ratio':>6}")
+    wanted = [b for b in options.only or BACKENDS if b != "plan" or options.layer_plan]
+    times = {backend: run_backend(backend, model, cases, options) for backend in wanted}
+    print(
+        f"{'batch':>6} {'context':>8} "
+        + " ".join(f"{backend + ' ms':>17} {'ratio':>6}" for backend in wanted)
+    )
     for case in cases:
-        stock, ours = (statistics.median(times[b][str(case)]) for b in BACKENDS)
-        print(f"{case[0]:>6} {case[1]:>8} {stock:>17.1f} {ours:>14.1f} {ours / stock:>6.2f}")
+        medians = [statistics.median(times[backend][str(case)]) for backend in wanted]
+        cells = (f"{median:>17.1f} {median / medians[0]:>6.2f}" for median in medians)
+        print(f"{case[0]:>6} {case[1]:>8} " + " ".join(cells))
     if options.out:
         record = {"environment": environment.describe(), "dtype": options.dtype, "tpot_ms": times}
         options.out.write_text(json.dumps(record, indent=1) + "\n")
@@ -60,12 +69,16 @@ def main() -> int:
 def run_backend(
     backend: str, model: Path, cases: list[tuple[int, int]], options: Any
 ) -> dict[str, list[float]]:
-    flags = ["--model-path", str(model), "--attention-backend", backend, "--dtype", options.dtype]
+    flags = ["--model-path", str(model), "--dtype", options.dtype]
     flags += ["--max-total-tokens", "24000", "--max-running-requests", str(options.batch)]
+    if backend == "plan":
+        command = extended_command([*flags, "--layer-plan", options.layer_plan])
+    else:
+        command = stock_command([*flags, "--attention-backend", backend])
     times: dict[str, list[float]] = {}
     with (
         tempfile.TemporaryDirectory() as logs,
-        running_server(stock_command(flags), log=Path(logs) / "server.log") as server,
+        running_server(command, log=Path(logs) / "server.log") as server,
         tqdm(total=len(cases) * (options.repeats + 1), desc=backend, file=sys.stderr) as bar,
     ):
         for case in cases:

@@ -52,6 +52,7 @@ def create_radix_cache(ctx: Any) -> Any:
         reduce=sum_over_ranks,
         tags=_tags(ctx, config),
     )
+    _join_backend(ctx.tp_worker.model_runner.attn_backend, cache, metrics)
     install_hooks()
     logger.info("blockreuse: block reuse is %s, configuration %s", off_reason or "on", config.describe())
     return cache
@@ -143,6 +144,14 @@ def _loader(ctx: Any, config: Config) -> tuple[KvLoader | None, str | None]:
         logger.warning("blockreuse: serving without block reuse: %s", error)
         return None, "unsupported_model"
     return KvLoader(pool.k_buffer, pool.v_buffer, groups, Dispatcher(config.kernels)), None
+
+
+def _join_backend(backend: Any, cache: Any, metrics: Metrics) -> None:
+    """Let the attention backend know which requests decode dense, and count where the server counts."""
+    cache.row_modes = getattr(backend, "row_modes", None)
+    sparse = getattr(backend, "sparse", None)
+    if sparse is not None:
+        sparse.metrics = metrics
 
 
 def _tags(ctx: Any, config: Config) -> SlotTags | None:

@@ -57,6 +57,8 @@ def init_forward_batch(
         if steps.tags is not None and batch.out_cache_loc is not None:
             steps.tags.written(batch.out_cache_loc)
         return original(cls, batch, model_runner, **kwargs)
+    if batch.tree_cache.row_modes is not None:
+        batch.tree_cache.row_modes.admit(batch.reqs)
 
     def run_probe(folded: Any, fold: Fold, probe: Probe) -> None:
         forward_batch = original(cls, folded, model_runner, **kwargs)

@@ -222,6 +222,12 @@ CONTRACT: tuple[HostName, ...] = (
         ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
     ),
     HostName(
+        _SRT + "mem_cache.memory_pool.ReqToTokenPool.alloc_rows",
+        "call",
+        "counts in req_generation how often a request slot was handed out, which tells rows apart",
+        ("self", "need_size"),
+    ),
+    HostName(
         _SRT + "layers.attention.base_attn_backend.AttentionBackend.init_forward_metadata",
         "subclass",
         "plan rows once per forward",

@@ -24,6 +24,9 @@ SERIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "probes_total": ("Requests measured before their prefill, by what was measured.", ("kind",)),
     "probe_seconds_total": ("Host seconds spent on probes.", ()),
     "guard_total": ("Requests that the guard judged, by verdict.", ("verdict",)),
+    "decode_rows_total": ("Rows of decode steps under a sparse layer plan: sparse, or why dense.", ("kind",)),
+    "decode_tokens_total": ("Token reads of sparse rows, summed over layers, by what reads them.", ("kind",)),
+    "decode_own_scans_total": ("Scans by consumers whose shared state was stale.", ("role",)),
     "errors_total": ("Requests served without reuse because of an internal error.", ()),
 }
 

@@ -32,6 +32,7 @@ class BlockReuseCache(UnifiedRadixCache):
     # set by the factory right after construction
     blocks: BlockManager
     steps: PrefillSteps
+    row_modes: Any = None  # layers.row_modes.RowModes, where the attention backend keeps one
 
     def lookup(self, tokens: array[int], namespace: Namespace) -> tuple[int, Any]:
         match = self.match_prefix(MatchPrefixParams(key=_key(tokens, namespace)))

@@ -24,7 +24,7 @@ def check_cli(server_args: Any) -> None:
             f"--{chosen[0].replace('_', '-')} is given, but neither --attention-backend nor --radix-cache-backend "
             "is blockreuse, so nothing would read it. Launch with `sglang-blockreuse serve`, or name the backends."
         )
-    runnable_plan(config_of(server_args))
+    require_namespaces(runnable_plan(config_of(server_args)), server_args)
     if server_args.radix_cache_backend == "blockreuse" and server_args.page_size not in (None, 1):
         raise ConfigError(
             f"--page-size is {server_args.page_size}, but blocks are cut at single tokens. "
@@ -63,16 +63,20 @@ def prepare_tokenizer(server_args: Any) -> None:
 
 
 def runnable_plan(config: Config) -> LayerPlan | None:
-    """The chosen plan, or None. Raises PlanError, or ConfigError for a plan that this version cannot run."""
-    if config.layers.plan is None:
-        return None
-    plan = load_plan(config.layers.plan)
-    if any(entry.role != "dense" for entry in plan.spec.layers):
+    """The chosen plan, or None. Raises PlanError; what a device cannot run is refused where the device is known."""
+    return None if config.layers.plan is None else load_plan(config.layers.plan)
+
+
+def require_namespaces(plan: LayerPlan | None, server_args: Any) -> None:
+    """KV that sparse decode wrote must not be found by requests that expect a full prefill's."""
+    if plan is None or all(entry.role == "dense" for entry in plan.spec.layers):
+        return
+    if server_args.radix_cache_backend != "blockreuse":
         raise ConfigError(
-            f"layer plan {config.layers.plan!r} (--layer-plan or layers.plan) has layers that are not dense, "
-            "but this version of the attention backend runs dense layers only. Choose full."
+            f"layer plan {plan.name!r} has layers that are not dense, and --radix-cache-backend is "
+            f"{server_args.radix_cache_backend}, which would publish their KV as if it were a full prefill's. "
+            "Use --radix-cache-backend blockreuse with it."
         )
-    return plan
 
 
 def _backends(server_args: Any) -> set[str | None]:

@@ -100,5 +100,8 @@ def test_the_metric_names_are_frozen():
         "probes_total": ("kind",),
         "probe_seconds_total": (),
         "guard_total": ("verdict",),
+        "decode_rows_total": ("kind",),
+        "decode_tokens_total": ("kind",),
+        "decode_own_scans_total": ("role",),
         "errors_total": (),
     }

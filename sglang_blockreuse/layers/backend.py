@@ -24,7 +24,7 @@ def create_attention_backend(runner: Any) -> Any:
     config = config_of(runner.server_args)
     plan = bind_layer_plan(config, runner.model_config)
     device = str(runner.device).split(":")[0]
-    backend = _BASES.get(device, _unsupported)(runner, config)
+    backend = _BASES.get(device, _unsupported)(runner, config, plan)
     logger.info(
         "blockreuse: attention on %s by %s, layer plan %s",
         device,
@@ -46,7 +46,7 @@ def bind_layer_plan(config: Config, model_config: Any) -> BoundPlan | None:
     return bound
 
 
-def _cpu(runner: Any, config: Config) -> Any:
+def _cpu(runner: Any, config: Config, plan: BoundPlan | None) -> Any:
     if config.kernels not in ("auto", "reference"):
         raise ConfigError(
             f"kernels is {config.kernels!r}, but on the CPU it must be auto or reference: "
@@ -54,10 +54,15 @@ def _cpu(runner: Any, config: Config) -> Any:
         )
     from .cpu_backend import CpuAttnBackend
 
-    return CpuAttnBackend(runner)
+    return CpuAttnBackend(runner, plan)
 
 
-def _cuda(runner: Any, config: Config) -> Any:
+def _cuda(runner: Any, config: Config, plan: BoundPlan | None) -> Any:
+    if plan is not None and not plan.is_dense:
+        raise ConfigError(
+            f"layer plan {config.layers.plan!r} (--layer-plan or layers.plan) has layers that are not dense, and "
+            "sparse decode is served on the CPU only in this version. Choose full on CUDA."
+        )
     if config.kernels == "reference":
         raise ConfigError("kernels is 'reference', but on CUDA it must be auto, triton or flashinfer.")
     if config.kernels == "flashinfer":
@@ -121,7 +126,7 @@ def fits_prefill_graph(forward_batch: Any) -> bool:
     return fold_of(forward_batch) is None
 
 
-def _unsupported(runner: Any, config: Config) -> Any:
+def _unsupported(runner: Any, config: Config, plan: BoundPlan | None) -> Any:
     raise ConfigError(
         f"attention backend blockreuse: device {runner.device!r} is not supported; "
         f"supported: {', '.join(sorted(_BASES))}. Choose another --attention-backend."

@@ -1,4 +1,9 @@
-"""SGLang's attention backend on the CPU: dense attention over the token pool, virtual rows included."""
+"""SGLang's attention backend on the CPU: dense attention over the token pool, virtual rows included, and decode
+steps under a layer plan.
+
+Only pure decode batches are sparse. Decode rows that the host mixes into a prefill batch run dense, as prefill and
+repair rows do; the host does not say which rows they are.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,9 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
 from ..kernels.cpu_attention import AttentionPlan, KeyBias, Workspace, plan_attention, run_attention
+from .plan import BoundPlan
+from .row_modes import RowModes
+from .sparse_decode import Batch, SparseDecoder, Step, warm_up
 
 
 class CpuAttnBackend(AttentionBackend):
@@ -28,7 +36,7 @@ class CpuAttnBackend(AttentionBackend):
     alpha: float = 0.0
     beta: float = 0.0
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, layer_plan: BoundPlan | None = None) -> None:
         super().__init__()
         reasons = list(_unsupported(runner))
         if reasons:
@@ -40,8 +48,12 @@ class CpuAttnBackend(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.probe: Any | None = None  # looks on for the length of one forward, see blocks/probe.py
-        self.forward_metadata: AttentionPlan | None = None
+        self.forward_metadata: AttentionPlan | Step | None = None
         self.workspace = Workspace()
+        # what KV of decode steps is valid for: None or a dense plan writes what a full prefill would
+        self.layer_plan = layer_plan
+        self.row_modes = RowModes(self.req_to_token_pool.req_generation.numpy())
+        self.sparse = _sparse_decoder(runner, layer_plan)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan the forward for all layers. Raises NotImplementedError for speculative modes."""
@@ -51,8 +63,13 @@ class CpuAttnBackend(AttentionBackend):
             return
         requests = forward_batch.req_pool_indices.tolist()
         if mode.is_decode():
+            lens = forward_batch.seq_lens.tolist()
+            if self.sparse is not None:
+                self.forward_metadata = self.sparse.begin(self._decode_batch(requests, lens))
+                if self.forward_metadata is not None:
+                    return
             extend_lens = [1] * len(requests)
-            prefix_lens = [n - 1 for n in forward_batch.seq_lens.tolist()]
+            prefix_lens = [n - 1 for n in lens]
         elif mode.is_extend_without_speculative() and not mode.is_dllm_extend():
             extend_lens = forward_batch.extend_seq_lens.tolist()
             prefix_lens = forward_batch.extend_prefix_lens.tolist()
@@ -61,9 +78,22 @@ class CpuAttnBackend(AttentionBackend):
                 f"attention backend blockreuse on the CPU: forward mode {mode.name} is not supported; "
                 "start the server without speculative decoding and without diffusion decoding."
             )
-        bias = KeyBias(self.tags, self.alpha, self.beta) if self.tags is not None else None
         self.forward_metadata = plan_attention(
-            self.req_to_token_pool.req_to_token, requests, prefix_lens, extend_lens, bias=bias
+            self.req_to_token_pool.req_to_token, requests, prefix_lens, extend_lens, bias=self._bias()
+        )
+
+    def _bias(self) -> KeyBias | None:
+        return KeyBias(self.tags, self.alpha, self.beta) if self.tags is not None else None
+
+    def _decode_batch(self, requests: list[int], lens: list[int]) -> Batch:
+        pool = self.req_to_token_pool
+        return Batch(
+            slot_table=pool.req_to_token,
+            requests=requests,
+            lens=lens,
+            row_ids=pool.req_generation.numpy()[requests],
+            dense=self.row_modes.dense(requests),
+            bias=self._bias(),
         )
 
     def forward_decode(
@@ -119,22 +149,35 @@ class CpuAttnBackend(AttentionBackend):
                 "attention backend blockreuse: init_forward_metadata was not called for this batch"
             )
         q = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
+        values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         if probe is not None:
-            probe.after_write(layer, q, keys, self.token_to_kv_pool.get_value_buffer(layer.layer_id))
+            probe.after_write(layer, q, keys, values)
         out = torch.empty_like(q)
-        run_attention(
-            plan,
-            q,
-            keys,
-            self.token_to_kv_pool.get_value_buffer(layer.layer_id),
-            out,
-            scale=layer.scaling,
-            workspace=self.workspace,
-        )
+        if isinstance(plan, Step):
+            assert self.sparse is not None
+            self.sparse.run(plan, layer.layer_id, q, keys, values, out, scale=layer.scaling)
+        else:
+            run_attention(plan, q, keys, values, out, scale=layer.scaling, workspace=self.workspace)
         return out.view(out.shape[0], -1)
 
     def support_triton(self) -> bool:
         return False
+
+
+def _sparse_decoder(runner: Any, plan: BoundPlan | None) -> SparseDecoder | None:
+    """The decoder of a plan that has sparse layers, compiled. Raises NotImplementedError, see SparseDecoder."""
+    if plan is None or not plan.is_sparse:
+        return None
+    keys = runner.token_to_kv_pool.k_buffer[0]
+    layer = next(module for module in runner.model.modules() if isinstance(module, RadixAttention))
+    decoder = SparseDecoder(
+        plan,
+        num_requests=runner.req_to_token_pool.req_to_token.shape[0],
+        num_q_heads=layer.tp_q_head_num,
+        k_pool_SHD=keys,
+    )
+    warm_up(decoder, keys, layer.tp_q_head_num)
+    return decoder
 
 
 def _unsupported(runner: Any) -> Iterator[str]:

@@ -171,6 +171,12 @@ class BoundPlan(Struct, frozen=True, kw_only=True):
         """Every layer runs the model's own attention on its own KV: the plan is the same as no plan."""
         return all(layer.role == "dense" and layer.kv_from is None for layer in self.layers)
 
+    @property
+    def is_sparse(self) -> bool:
+        """Some layer selects: KV that decode writes is not what a dense pass would write, so it is published
+        under `fingerprint` only."""
+        return any(layer.role != "dense" for layer in self.layers)
+
     def rows_are_dense(self, seq_len: int) -> bool:
         """Whether a row with `seq_len` visible tokens reads everything anyway."""
         selection = self.selection

@@ -7,6 +7,8 @@
     testing_swap_homes: true        read every block at the home of another one of its length
     testing_rank_drift: true        let tensor-parallel ranks other than 0 report another plan
     testing_wrong_rope_base: float  move keys by an unscaled rotary table of this base, until another request is planned
+    testing_stale: FIELD            spoil this field of what layer groups share about the request, in every step;
+                                    "unseen" spoils the positions and stamps them as good
 
 The variable BLOCKREUSE_TESTING_ROPE_BASE does so from the server's start on.
 Plans of tensor-parallel ranks are also put before SGLang's rank consensus checker where that is enabled.
@@ -34,6 +36,8 @@ def register():
     HookRegistry.register(f"{manager}.replan", same_on_all_ranks, HookType.AFTER)
     HookRegistry.register(f"{manager}._homes", all_homes, HookType.AROUND)
     HookRegistry.register("sglang_blockreuse.blocks.rope.RopeGroup.cos_sin", wrong_rope, HookType.AROUND)
+    HookRegistry.register("sglang_blockreuse.layers.row_modes.RowModes.admit", note_stale, HookType.AFTER)
+    HookRegistry.register("sglang_blockreuse.layers.share_state.ShareState.seal", spoil, HookType.AROUND)
 
 
 def limit_prefix(result, req, *args, **kwargs):
@@ -106,3 +110,32 @@ def wrong_rope(original, group, old, new):
     dim = group.table.shape[1]
     angle = (new - old)[:, None] * base ** (-torch.arange(0, dim, 2) / dim)
     return angle.cos(), angle.sin()
+
+
+STALE = {}  # request slot -> field
+
+
+def note_stale(result, modes, reqs):
+    for req in reqs:
+        STALE.pop(req.kv.req_pool_idx, None)
+        if knob(req, "testing_stale"):
+            STALE[req.kv.req_pool_idx] = knob(req, "testing_stale")
+
+
+def spoil(original, state, layer, kind):
+    from sglang_blockreuse.layers.share_state import FIELDS
+
+    table, stamps = state.written()[layer.layer, kind]
+    held = set(state._requests_R.tolist())
+    for slot, field in STALE.items():
+        if field == "unseen" and slot in held:
+            table.positions[slot] = table.positions[slot, 0, 0]
+            table.slots[slot] = table.slots[slot, 0, 0]
+    original(state, layer, kind)
+    for slot, field in STALE.items():
+        if slot not in held or field == "unseen":
+            continue
+        if field in FIELDS:
+            stamps[slot, FIELDS.index(field)] += 1
+        else:
+            getattr(table, field)[slot] += 1

@@ -1,0 +1,224 @@
+"""Selection on the CPU: score keys in a token pool, keep the best positions. Compiled, one pass over the keys.
+
+Dims: R rows, Q = H * G query heads, H KV heads, G query heads per KV head, D head dim, S pool slots, X lists per row
+      (1, or one per KV head), W longest row, M positions of a table row, B requests of the host's slot table
+
+The law is `reference_select`: p_qj = softmax_j(q . k_j + bias_j) over the keys a row may see, summed over the query
+heads of a list; ties go to the lower position; sinks and window come before all others. Sums run in float32.
+
+A table row belongs to a request slot, not to a row of the batch, so rows may move between steps:
+
+    positions int32 [B, X, M]   ascending; what lies beyond the row's count is undefined
+    slots     int32 [B, X, M]   the same entries in the pool, translated once
+    counts    int32 [B]
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from .cpu_numba import REORDER, bit_casts, exponential, loader
+
+CHUNK = 512  # keys that one task scores
+
+# what a dot product stands for where a slot's tag hides it; -inf would leave a softmax of hidden keys undefined
+HIDDEN = -1e30
+
+
+class Rows(NamedTuple):
+    """The rows of one decode step, ready for the kernels. Arrays are numpy."""
+
+    requests_R: Any  # int32, rows of the slot table and of every table
+    lens_R: Any  # int32, keys of each row, its own token among them
+    slot_table: Any  # int32 [B, positions]
+    tags_S: Any  # uint8 [S], or [0] where no key is biased
+    bias_4: Any  # float32, the logit term of a tag
+
+
+class Table(NamedTuple):
+    """Positions by request slot, see above. Arrays are numpy."""
+
+    positions: Any
+    slots: Any
+    counts: Any
+
+    @classmethod
+    def empty(cls, num_requests: int, num_lists: int, size: int) -> Table:
+        """A table for `num_requests` request slots; its content is undefined."""
+        shape = (num_requests, num_lists, size)
+        return cls(np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(num_requests, np.int32))
+
+
+class Geometry(NamedTuple):
+    """The sizes a kernel is compiled for."""
+
+    dtype: torch.dtype
+    num_kv_heads: int
+    group: int
+    head_dim: int
+
+
+def score(
+    geometry: Geometry,
+    q_RQD: Any,
+    keys_SHD: Any,
+    rows: Rows,
+    pool: Table,
+    pooled_R: Any,
+    work_RQW: Any,
+) -> None:
+    """Fills `work_RQW` (float32) with every head's share of the softmax, at [r, q, j].
+
+    `q_RQD` is float32 and carries the scale. Row r scores its pool (column j is pool position j) where pooled_R[r]
+    (uint8) is set, else its whole history (column j is position j).
+    """
+    logits, shares = _scorers(geometry)
+    logits(q_RQD, keys_SHD, *rows, *pool, pooled_R, work_RQW)
+    shares(rows.requests_R, rows.lens_R, pool.counts, pooled_R, work_RQW)
+
+
+def keep(
+    rows: Rows,
+    pool: Table,
+    pooled_R: Any,
+    work_RQW: Any,
+    sinks: int,
+    window: int,
+    out: Table,
+) -> None:
+    """Writes the best positions of every row into `out`, as many as its rows hold or the row has."""
+    _keeper()(rows.requests_R, rows.lens_R, rows.slot_table, *pool, pooled_R, work_RQW, sinks, window, *out)
+
+
+@functools.cache
+def _scorers(geometry: Geometry) -> tuple[Callable[..., None], Callable[..., None]]:
+    import numba
+
+    num_heads, group, head_dim = geometry[1:]
+    load, exp = loader(geometry.dtype), exponential()
+
+    @numba.njit(parallel=True, nogil=True, error_model="numpy", fastmath=REORDER)
+    def logits(q, keys, requests, lens, slot_table, tags, bias, positions, slots, counts, pooled, work):
+        num_chunks = (work.shape[2] + CHUNK - 1) // CHUNK
+        for task in numba.prange(requests.shape[0] * num_chunks):
+            r = task // num_chunks
+            request = requests[r]
+            length = counts[request] if pooled[r] else lens[r]
+            first = (task % num_chunks) * CHUNK
+            key = np.empty(head_dim, np.float32)
+            for j in range(first, min(first + CHUNK, length)):
+                for h in range(num_heads):
+                    x = h if positions.shape[1] > 1 else 0
+                    slot = slots[request, x, j] if pooled[r] else slot_table[request, j]
+                    term = bias[tags[slot]] if tags.shape[0] else np.float32(0)
+                    for d in range(head_dim):
+                        key[d] = load(keys[slot, h, d])
+                    for g in range(h * group, h * group + group):
+                        dot = np.float32(0)
+                        for d in range(head_dim):
+                            dot += q[r, g, d] * key[d]
+                        work[r, g, j] = dot + term
+
+    @numba.njit(parallel=True, nogil=True, error_model="numpy", fastmath=REORDER)
+    def shares(requests, lens, counts, pooled, work):
+        num_q_heads = num_heads * group
+        for task in numba.prange(requests.shape[0] * num_q_heads):
+            r, g = task // num_q_heads, task % num_q_heads
+            length = counts[requests[r]] if pooled[r] else lens[r]
+            logit = work[r, g]
+            highest = np.float32(-np.inf)
+            for j in range(length):
+                highest = max(highest, logit[j])
+            total = np.float32(0)
+            for j in range(length):
+                weight = exp(logit[j] - highest)
+                logit[j] = weight
+                total += weight
+            share = np.float32(1) / total
+            for j in range(length):
+                logit[j] *= share
+
+    return logits, shares
+
+
+@functools.cache
+def _keeper() -> Callable[..., None]:
+    import numba
+
+    _, to_bits = bit_casts()
+    threshold_of = numba.njit(nogil=True, error_model="numpy")(_threshold)
+
+    @numba.njit(parallel=True, nogil=True, error_model="numpy", fastmath=REORDER)
+    def keep(
+        requests,
+        lens,
+        slot_table,
+        positions,
+        slots,
+        counts,
+        pooled,
+        work,
+        sinks,
+        window,
+        out,
+        out_slots,
+        out_counts,
+    ):
+        num_lists = positions.shape[1]
+        heads_per_list = work.shape[1] // num_lists
+        for task in numba.prange(requests.shape[0] * num_lists):
+            r, x = task // num_lists, task % num_lists
+            request = requests[r]
+            length = counts[request] if pooled[r] else lens[r]
+            score = np.zeros(length, np.float32)
+            for g in range(x * heads_per_list, (x + 1) * heads_per_list):
+                for j in range(length):
+                    score[j] += work[r, g, j]
+            # scores are not negative, so their bits are in their order
+            bits = np.empty(length, np.uint32)
+            for j in range(length):
+                bits[j] = to_bits(score[j])
+            for j in range(length):
+                position = positions[request, x, j] if pooled[r] else j
+                if position < sinks or position >= lens[r] - window:
+                    bits[j] = np.uint32(0xFFFFFFFF)
+            size = min(out.shape[2], length)
+            threshold, num_equal = threshold_of(bits, size)
+            n = 0
+            for j in range(length):
+                if bits[j] >= threshold:
+                    if bits[j] == threshold:
+                        if num_equal == 0:
+                            continue
+                        num_equal -= 1
+                    position = positions[request, x, j] if pooled[r] else j
+                    out[request, x, n] = position
+                    out_slots[request, x, n] = slot_table[request, position]
+                    n += 1
+            if x == 0:
+                out_counts[request] = size
+
+    return keep
+
+
+def _threshold(bits: Any, size: Any) -> Any:
+    """The `size`-th largest value, and how many equal to it belong to the largest `size`: radix selection."""
+    wanted = size
+    prefix = np.uint32(0)
+    for level in range(4):
+        shift = np.uint32(24 - 8 * level)
+        histogram = np.zeros(256, np.int32)
+        for j in range(bits.shape[0]):
+            if level == 0 or bits[j] >> (shift + np.uint32(8)) == prefix:
+                histogram[(bits[j] >> shift) & np.uint32(255)] += 1
+        digit = 255
+        while digit > 0 and histogram[digit] < wanted:
+            wanted -= histogram[digit]
+            digit -= 1
+        prefix = (prefix << np.uint32(8)) | np.uint32(digit)
+    return prefix, wanted

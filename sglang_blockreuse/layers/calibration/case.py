@@ -1,0 +1,212 @@
+"""One text with rows that are forced: decode under any plan, compared with dense decode of the same rows.
+
+Dims: N tokens of the context, R rows behind it, Q query heads, H KV heads, G = Q / H, D head dim, J = N + R keys,
+      K selected and M pool positions, X layers
+
+A row is a decode step whose input token is given. All rows run in one pass, which equals running them one after the
+other: a layer writes the rows' keys and values before it attends, and a row sees the rows before it. The context's KV
+is dense, as prefill is served; the rows' KV is what the plan makes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..plan import BoundLayer, BoundPlan, Selection
+from .llama import Llama
+
+# scores of a layer: (layer, share of the softmax mass [Q, R, J], its sum over heads [R, J])
+Watch = Callable[[int, Tensor, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Per row of one case; sums over cases weigh every row alike."""
+
+    kl_R: Tensor  # to dense decode, nats
+    nll_R: Tensor  # over that of dense decode, nats
+    agrees_R: Tensor  # bool, the same most likely token as dense decode
+
+    @classmethod
+    def joined(cls, parts: Sequence[Figures]) -> Figures:
+        return cls(
+            *(torch.cat([getattr(part, name) for part in parts]) for name in ("kl_R", "nll_R", "agrees_R"))
+        )
+
+    @property
+    def kl(self) -> float:
+        return float(self.kl_R.mean())
+
+    @property
+    def nll(self) -> float:
+        return float(self.nll_R.mean())
+
+    @property
+    def kl_p95(self) -> float:
+        return float(self.kl_R.quantile(0.95))
+
+    @property
+    def agreement(self) -> float:
+        return float(self.agrees_R.float().mean())
+
+
+@dataclass
+class Trace:
+    """What each layer of a pass began with, so that a plan that differs from layer l on need not start before."""
+
+    hidden: list[Tensor]
+    chosen: list[dict[tuple[int, str], Tensor]]  # what earlier layers lend
+
+
+class Case:
+    """`kind` names the task; `ids` are the context, the rows and the target of the last row."""
+
+    def __init__(self, model: Llama, kind: str, ids: Sequence[int], num_rows: int) -> None:
+        tokens = torch.tensor(list(ids))
+        self.model, self.kind, self.num_rows = model, kind, num_rows
+        self.num_tokens = len(ids) - num_rows - 1
+        if self.num_tokens < 1:
+            raise ValueError(
+                f"a case needs a context before its {num_rows} rows and a target, got {len(ids)} ids"
+            )
+        self._rows, self._targets = tokens[self.num_tokens : -1], tokens[self.num_tokens + 1 :]
+        self._positions = torch.arange(self.num_tokens, self.num_tokens + num_rows)
+        self._keys, self._values = model.prefill(tokens[: self.num_tokens], num_rows)
+        keys = torch.arange(self.num_tokens + num_rows)
+        self.future = keys > self._positions[:, None]  # bool [R, J], keys that a row does not see
+        self.dense, _ = self.log_probs(None)
+
+    def figures(self, plan: BoundPlan, *, since: int = 0, trace: Trace | None = None) -> Figures:
+        return self.compare(self.log_probs(plan, since=since, trace=trace)[0])
+
+    def compare(self, log_probs: Tensor) -> Figures:
+        at = self._targets[:, None]
+        return Figures(
+            kl_R=(self.dense.exp() * (self.dense - log_probs)).sum(-1).clamp_min(0),
+            nll_R=(self.dense - log_probs).gather(1, at)[:, 0],
+            agrees_R=self.dense.argmax(-1) == log_probs.argmax(-1),
+        )
+
+    def log_probs(
+        self,
+        plan: BoundPlan | None,
+        *,
+        since: int = 0,
+        trace: Trace | None = None,
+        watch: Watch | None = None,
+    ) -> tuple[Tensor, Trace]:
+        """The rows' next-token log-probabilities under a plan (None: dense), and the trace of the pass.
+
+        With `since` the layers before it are taken from `trace`, that of a plan which agrees with this one there.
+        """
+        model, new = self.model, Trace([], [])
+        hidden, chosen = model.embed(self._rows), dict[tuple[int, str], Tensor]()
+        if since and trace is not None:
+            hidden, chosen = trace.hidden[since], dict(trace.chosen[since])
+            new = Trace(trace.hidden[:since], trace.chosen[:since])
+        for layer in range(since, model.num_layers):
+            new.hidden.append(hidden)
+            new.chosen.append(dict(chosen))
+            hidden = self._layer(layer, hidden, plan, chosen, watch)
+        return model.log_probs(hidden), new
+
+    def layer_alone(self, layer: int, dense: Trace, plan: BoundPlan) -> Tensor:
+        """The layer's output under a plan on the inputs of dense decode, its anchors on theirs.
+
+        `dense` is the trace of dense decode. The rows' KV is left as this pass wrote it.
+        """
+        chosen: dict[tuple[int, str], Tensor] = {}
+        lenders: list[int] = []
+        bound = plan.layers[layer]
+        while bound.anchor is not None:
+            bound = plan.layers[bound.anchor]
+            lenders.insert(0, bound.layer)
+        for lender in lenders:
+            self._layer(lender, dense.hidden[lender], plan, chosen, None)
+        return self._layer(layer, dense.hidden[layer], plan, chosen, None)
+
+    def _layer(
+        self,
+        layer: int,
+        hidden: Tensor,
+        plan: BoundPlan | None,
+        chosen: dict[tuple[int, str], Tensor],
+        watch: Watch | None,
+    ) -> Tensor:
+        model = self.model
+        q, k, v = model.qkv(layer, hidden, self._positions)
+        keys, values = self._keys[layer], self._values[layer]
+        keys[:, self.num_tokens :], values[:, self.num_tokens :] = k, v
+        logits = self._grouped(q) @ keys.transpose(1, 2) * model.head_dim**-0.5
+        logits_QRJ = logits.view(model.num_q_heads, self.num_rows, -1).masked_fill_(self.future, -torch.inf)
+        if watch is not None:
+            shares = logits_QRJ.softmax(-1)
+            watch(layer, shares, shares.sum(0))
+        bound = plan.layers[layer] if plan is not None else None
+        if plan is not None and bound is not None and bound.role != "dense":
+            assert plan.selection is not None
+            indices = self._indices(bound, plan.selection, logits_QRJ, chosen)
+            if bound.attend == "selected":
+                weights = torch.zeros_like(logits_QRJ)
+                at = indices.expand(model.num_q_heads, -1, -1)
+                weights.scatter_(-1, at, logits_QRJ.gather(-1, at).softmax(-1))
+                return self._finish(layer, hidden, weights, values)
+        return self._finish(layer, hidden, logits_QRJ.softmax(-1), values)
+
+    def _finish(self, layer: int, hidden: Tensor, weights_QRJ: Tensor, values: Tensor) -> Tensor:
+        out = self._grouped(weights_QRJ) @ values
+        return self.model.finish(layer, hidden, out.view(self.model.num_q_heads, self.num_rows, -1))
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        """[Q, R, …] as [H, G * R, …], a view."""
+        return x.reshape(self.model.num_kv_heads, -1, x.shape[-1])
+
+    def _indices(
+        self,
+        layer: BoundLayer,
+        selection: Selection,
+        logits_QRJ: Tensor,
+        chosen: dict[tuple[int, str], Tensor],
+    ) -> Tensor:
+        """[R, K] positions of the layer, ascending or not; what it lends to others goes into `chosen`."""
+        if layer.role == "reuse":
+            return chosen[layer.anchor or 0, "indices"]
+        pool = chosen[layer.anchor or 0, "pool"] if layer.role == "reindex" else None
+        scores = self.scores(logits_QRJ, selection, pool)
+        # lent whether or not this plan reads it: a pass that starts late may be that of a plan which does
+        if layer.role == "full" and selection.pool_size:
+            chosen[layer.layer, "pool"] = _best(scores, selection.pool_size, None)
+        chosen[layer.layer, "indices"] = _best(scores, selection.final_k, pool)
+        return chosen[layer.layer, "indices"]
+
+    def scores(self, logits_QRJ: Tensor, selection: Selection, pool_RM: Tensor | None) -> Tensor:
+        """[R, J], or [R, M] over a pool: the heads' shares summed, infinite on sinks and window."""
+        positions = torch.arange(logits_QRJ.shape[-1]).expand(self.num_rows, -1)
+        if pool_RM is not None:
+            logits_QRJ = logits_QRJ.gather(-1, pool_RM.expand(logits_QRJ.shape[0], -1, -1))
+            positions = pool_RM
+        scores = logits_QRJ.softmax(-1).sum(0).masked_fill_(self.forced(positions, selection), torch.inf)
+        return scores.masked_fill_(positions > self._positions[:, None], -torch.inf)
+
+    def forced(self, positions: Tensor, selection: Selection) -> Tensor:
+        """bool [R, …]: sinks, and the row's window up to its own token and beyond."""
+        return (positions < selection.sink) | (positions > self._positions[:, None] - selection.window)
+
+
+def _best(scores: Tensor, size: int, pool_RM: Tensor | None) -> Tensor:
+    best = scores.topk(min(size, scores.shape[-1]), -1, sorted=False).indices
+    return best if pool_RM is None else pool_RM.gather(-1, best)
+
+
+def evaluate(cases: Sequence[Case], plan: BoundPlan) -> Figures:
+    """All rows of all cases under a plan. Raises ValueError for a scorer that it would compute wrongly."""
+    scorer = plan.scorer
+    if (scorer.kind, scorer.heads, scorer.scan_heads) != ("exact_qk", "layer", "all"):
+        raise ValueError(
+            f"plan {plan.name}: scorer {scorer} is not evaluated; give kind exact_qk, heads layer, scan_heads all"
+        )
+    return Figures.joined([case.figures(plan) for case in cases])

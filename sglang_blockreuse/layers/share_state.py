@@ -1,0 +1,192 @@
+"""What the layers of a group hand to each other, per request slot, and the checks that keep it from going stale.
+
+The source's state of group r (equation 8) is S_r = (P_KV, P_I, P_Ω, P_T, v_r, n_r). Here:
+
+    P_Ω, P_T    a `Table` per writing layer, whose rows belong to request slots of the host, so a row that moves
+                inside the batch leaves its state where it is
+    stamp       int64 [B, 6] beside each table: whose row it is, v_r, n_r, the layers that P_KV and P_I name, and a
+                digest of the positions and slots
+
+A consumer takes a row only if every field is what it expects in this step. A row that fails is scanned anew by the
+consumer (fail closed) and counted, or raises StaleShareState in a strict state. Ω and T live for one step of one
+row: `begin` makes all older versions stale. Nothing here is sized by the context.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from ..kernels.cpu_select import Table
+from .plan import BoundLayer, BoundPlan
+
+Kind = Literal["pool", "indices"]
+FIELDS = ("row", "version", "length", "kv", "keys", "digest")
+_VOID = -1  # a version that no step has
+
+
+class StaleShareState(RuntimeError):
+    """A consumer met state that does not belong to its row and step."""
+
+
+class NotTheWriterError(RuntimeError):
+    """A layer asked to write a field that its role does not own."""
+
+
+class ShareState:
+    """The tables and stamps of a bound plan. Not thread-safe: one forward at a time."""
+
+    def __init__(self, plan: BoundPlan, num_requests: int, num_lists: int, *, strict: bool = False) -> None:
+        if plan.selection is None:
+            raise ValueError(f"plan {plan.name} has no sparse layer, so its layers share nothing")
+        self.plan, self.strict = plan, strict
+        self.version = 0
+        self.counts: Counter[str] = Counter()
+        self._tables: dict[tuple[int, Kind], Table] = {}
+        self._stamps: dict[tuple[int, Kind], Any] = {}
+        for layer in plan.layers:
+            if layer.role == "full" and layer.pool_readers and plan.selection.pool_size:
+                self._add(layer.layer, "pool", Table.empty(num_requests, num_lists, plan.selection.pool_size))
+            if layer.scores and layer.index_readers:
+                self._add(
+                    layer.layer, "indices", Table.empty(num_requests, num_lists, plan.selection.final_k)
+                )
+        # T of layers that nobody follows, and of consumers that scanned for themselves
+        self.own = Table.empty(num_requests, num_lists, plan.selection.final_k)
+        self._requests_R: Any = np.zeros(0, np.int32)
+        self._expected_R3: Any = np.zeros((0, 3), np.int64)
+
+    def _add(self, layer: int, kind: Kind, table: Table) -> None:
+        self._tables[layer, kind] = table
+        self._stamps[layer, kind] = np.full((table.counts.shape[0], len(FIELDS)), _VOID, np.int64)
+
+    @property
+    def num_bytes(self) -> int:
+        arrays = [array for table in (*self._tables.values(), self.own) for array in table]
+        return sum(int(array.nbytes) for array in (*arrays, *self._stamps.values()))
+
+    # -- steps -------------------------------------------------------------------------------
+
+    def begin(self, requests_R: Any, row_ids_R: Any, lens_R: Any) -> None:
+        """A new step of these request slots (int32), each held by a row of this identity, with these many keys."""
+        self.version += 1
+        self._requests_R = requests_R
+        self._expected_R3 = np.empty((len(requests_R), 3), np.int64)
+        self._expected_R3[:, 0] = row_ids_R
+        self._expected_R3[:, 1] = self.version
+        self._expected_R3[:, 2] = lens_R
+
+    def invalidate(self, requests: Sequence[int]) -> None:
+        """The requests ended, were retracted or aborted: what their slots hold is nobody's."""
+        for stamp_B6 in self._stamps.values():
+            stamp_B6[requests] = _VOID
+
+    def truncate(self, request: int, num_tokens: int) -> None:
+        """Roll a row back to `num_tokens` keys: state that saw more of them is void, the row's KV stays."""
+        for stamp_B6 in self._stamps.values():
+            if stamp_B6[request, 2] > num_tokens:
+                stamp_B6[request] = _VOID
+
+    # -- writers -----------------------------------------------------------------------------
+
+    def table_to_write(self, layer: BoundLayer, kind: Kind) -> Table:
+        """The table that `layer` fills and then seals. Raises NotTheWriterError.
+
+        A full layer owns its pool and its indices, a reindex layer its indices, a reuse layer nothing.
+        """
+        self._require_owner(layer, kind)
+        return self._tables[layer.layer, kind]
+
+    def seal(self, layer: BoundLayer, kind: Kind) -> None:
+        """Stamp what the layer wrote for the rows of this step. Raises NotTheWriterError."""
+        self._require_owner(layer, kind)
+        requests_R, stamp_B6 = self._requests_R, self._stamps[layer.layer, kind]
+        stamp_B6[requests_R, :3] = self._expected_R3
+        stamp_B6[requests_R, 3:5] = pointers(layer)
+        stamp_B6[requests_R, 5] = digest()(requests_R, *self._tables[layer.layer, kind])
+
+    def _require_owner(self, layer: BoundLayer, kind: Kind) -> None:
+        roles = ("full",) if kind == "pool" else ("full", "reindex")
+        if layer.role not in roles or (layer.layer, kind) not in self._tables:
+            raise NotTheWriterError(
+                f"layer {layer.layer} is {layer.role} and has no {kind} of its own to write; writers are "
+                f"{[at for at, of in self._tables if of == kind]}."
+            )
+
+    # -- consumers ---------------------------------------------------------------------------
+
+    def take(self, layer: BoundLayer) -> tuple[Table, Any]:
+        """What the layer's anchor left for it, and which rows of this step may use it (uint8 [R]).
+
+        Rows that may not are counted under `stale_<field>`, the first field that differs; a strict state raises
+        StaleShareState for them.
+        """
+        if layer.anchor is None:
+            raise ValueError(f"layer {layer.layer} is {layer.role} and takes nothing from an anchor")
+        kind: Kind = "pool" if layer.role == "reindex" else "indices"
+        table, stamp_B6 = self._tables[layer.anchor, kind], self._stamps[layer.anchor, kind]
+        requests_R = self._requests_R
+        expected_R6 = np.empty((len(requests_R), len(FIELDS)), np.int64)
+        expected_R6[:, :3] = self._expected_R3
+        expected_R6[:, 3:5] = pointers(self.plan.layers[layer.anchor])
+        expected_R6[:, 5] = digest()(requests_R, *table)
+        good_R6 = stamp_B6[requests_R] == expected_R6
+        fresh_R = good_R6.all(1)
+        if not fresh_R.all():
+            self._stale(layer, kind, good_R6, fresh_R)
+        return table, fresh_R.view(np.uint8)
+
+    def _stale(self, layer: BoundLayer, kind: Kind, good_R6: Any, fresh_R: Any) -> None:
+        stale = np.flatnonzero(~fresh_R)
+        fields = [FIELDS[at] for at in good_R6[stale].argmin(1)]
+        self.counts.update(f"stale_{field}" for field in fields)
+        if self.strict:
+            rows = ", ".join(
+                f"request slot {self._requests_R[row]}: {field}"
+                for row, field in zip(stale, fields, strict=True)
+            )
+            raise StaleShareState(
+                f"layer {layer.layer} takes the {kind} of layer {layer.anchor}, stale in {rows}"
+            )
+
+    # -- tests -------------------------------------------------------------------------------
+
+    def written(self) -> dict[tuple[int, Kind], tuple[Table, Any]]:
+        """Every table with its stamps, for tests that look inside or plant faults."""
+        return {at: (table, self._stamps[at]) for at, table in self._tables.items()}
+
+
+def pointers(layer: BoundLayer) -> tuple[int, int]:
+    """P_KV and P_I of what a layer writes: the layers whose main KV and whose scored keys its positions are of."""
+    own = layer.layer
+    kv, keys = layer.kv_from, layer.key_from
+    return own if kv is None else kv, own if keys is None else keys
+
+
+@functools.cache
+def digest() -> Callable[..., Any]:
+    """int64 [R] over the rows' positions, slots and counts; any single change of a value shows."""
+    import numba
+
+    @numba.njit(nogil=True)
+    def compiled(requests_R, positions, slots, counts):  # type: ignore[no-untyped-def]
+        digests = np.empty(requests_R.shape[0], np.int64)
+        for r in range(requests_R.shape[0]):
+            request = requests_R[r]
+            count = max(0, min(counts[request], positions.shape[2]))
+            total = np.int64(counts[request])
+            for x in range(positions.shape[1]):
+                for j in range(count):
+                    # odd factors: a changed value never vanishes modulo 2 ** 64, nor does an exchange of two
+                    factor = np.int64(2 * (x * positions.shape[2] + j) + 3)
+                    total += factor * (
+                        positions[request, x, j] + np.int64(0x9E3779B97F4A7C) * slots[request, x, j]
+                    )
+            digests[r] = total
+        return digests
+
+    return compiled  # type: ignore[no-any-return]

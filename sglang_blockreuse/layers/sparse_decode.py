@@ -1,0 +1,302 @@
+"""Decode steps under a layer plan on the CPU: scan, pool, rerank, attention over what was selected.
+
+Dims: T tokens of the forward, R sparse rows, Q query heads, D head dim, S pool slots, B request slots of the host
+
+    role      scores                    writes              attends to
+    dense     -                         -                   everything
+    full      the whole history         pool Ω, indices T   its T
+    reindex   its anchor's pool         T                   its T
+    reuse     -                         -                   its anchor's T
+
+A row is sparse where the plan's selection is shorter than its history and its request did not ask for exact
+decoding; the other rows of the same batch run dense in the same layer. The law of selection is `reference_select`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels import cpu_select, cpu_sparse
+from ..kernels.cpu_attention import AttentionPlan, KeyBias, Workspace, plan_attention, run_attention
+from ..kernels.cpu_numba import STORAGE, as_array
+from ..kernels.cpu_select import HIDDEN, Geometry, Rows, Table
+from ..metrics import Metrics
+from .plan import BoundLayer, BoundPlan
+from .share_state import ShareState
+
+_NO_TAGS, _NO_BIAS = np.zeros(0, np.uint8), np.zeros(4, np.float32)
+
+
+class Batch(NamedTuple):
+    """A decode batch as the host gives it, in batch order."""
+
+    slot_table: Tensor  # int32 [B, positions]
+    requests: Sequence[int]  # request slots
+    lens: Sequence[int]  # keys of each row, its own token among them
+    row_ids: Any  # int64 [T], what tells the holder of a slot from its predecessors
+    dense: Any  # uint8 [T], rows that must not be sparse
+    bias: KeyBias | None
+
+
+class Step:
+    """One decode step: which rows are sparse, and the dense attention of the others, planned when it is needed."""
+
+    def __init__(self, batch: Batch, sparse_T: Any) -> None:
+        self.batch = batch
+        self.all_sparse = bool(sparse_T.all())
+        self.sparse = np.flatnonzero(sparse_T)
+        self.dense = np.flatnonzero(~sparse_T)
+        self.sparse_R = torch.from_numpy(self.sparse)
+        self.dense_N = torch.from_numpy(self.dense)
+        requests, lens = np.array(batch.requests, np.int32), np.array(batch.lens, np.int32)
+        self.rows = Rows(
+            requests[self.sparse], lens[self.sparse], batch.slot_table.numpy(), *_bias_terms(batch.bias)
+        )
+        self.history_R = np.zeros(len(self.sparse), np.uint8)  # every row scores its history, none a pool
+        self._plans: dict[bool, AttentionPlan] = {}
+
+    def dense_plan(self, *, every_row: bool) -> AttentionPlan:
+        """Attention of all rows (a dense layer) or of the dense rows alone."""
+        if every_row not in self._plans:
+            which = range(len(self.batch.requests)) if every_row else self.dense.tolist()
+            self._plans[every_row] = plan_attention(
+                self.batch.slot_table,
+                [self.batch.requests[t] for t in which],
+                [self.batch.lens[t] - 1 for t in which],
+                [1] * len(which),
+                bias=self.batch.bias,
+            )
+        return self._plans[every_row]
+
+
+class SparseDecoder:
+    """Runs a bound plan with sparse layers. Raises NotImplementedError for a plan that it would compute wrongly.
+
+    One forward at a time: `begin` for a decode batch, then `run` for every layer in order.
+    """
+
+    def __init__(
+        self,
+        plan: BoundPlan,
+        *,
+        num_requests: int,
+        num_q_heads: int,
+        k_pool_SHD: Tensor,
+        metrics: Metrics | None = None,
+        strict: bool = False,
+    ) -> None:
+        reasons = list(unsupported_plan(plan, k_pool_SHD))
+        if reasons or plan.selection is None:
+            raise NotImplementedError(
+                f"layer plan {plan.name} ({plan.source}): sparse decode on the CPU does not compute this plan: "
+                f"{'; '.join(reasons)}. Change the plan, or choose full."
+            )
+        _, num_heads, head_dim = k_pool_SHD.shape
+        num_lists = num_heads if plan.scorer.heads == "kv_head" else 1
+        self.plan, self.selection = plan, plan.selection
+        self.geometry = Geometry(k_pool_SHD.dtype, num_heads, num_q_heads // num_heads, head_dim)
+        self.state = ShareState(plan, num_requests, num_lists, strict=strict)
+        self.metrics = metrics or Metrics()
+        self.workspace = Workspace()
+        self._work_RQW: Any = None
+        self._num_roles = {
+            role: sum(x.role == role for x in plan.layers) for role in ("full", "reindex", "reuse")
+        }
+
+    # -- steps -------------------------------------------------------------------------------
+
+    def begin(self, batch: Batch) -> Step | None:
+        """Start a decode step; None where every row runs dense."""
+        lens_T = np.array(batch.lens, np.int64)
+        short_T = (lens_T < self.selection.min_seq_len) | (lens_T <= self.selection.final_k)
+        sparse_T = ~(short_T | batch.dense.astype(bool))
+        self._count_rows(lens_T, short_T, sparse_T)
+        if not sparse_T.any():
+            return None
+        # numba's setting belongs to a thread, and PyTorch's may change
+        numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+        step = Step(batch, sparse_T)
+        self.state.begin(step.rows.requests_R, np.asarray(batch.row_ids)[step.sparse], step.rows.lens_R)
+        num_q_heads = self.geometry.num_kv_heads * self.geometry.group
+        # scratch of one step; state that outlives it holds no float per key
+        self._work_RQW = np.empty((len(step.sparse), num_q_heads, int(step.rows.lens_R.max())), np.float32)
+        return step
+
+    def _count_rows(self, lens_T: Any, short_T: Any, sparse_T: Any) -> None:
+        add, sparse_lens_R = self.metrics.add, lens_T[sparse_T]
+        for kind, num_rows in (
+            ("sparse", len(sparse_lens_R)),
+            ("short", int(short_T.sum())),
+            ("exact", int((~(short_T | sparse_T)).sum())),
+        ):
+            if num_rows:
+                add("decode_rows_total", num_rows, kind=kind)
+        if not len(sparse_lens_R):
+            return
+        pool_size, roles = self.selection.pool_size or 0, self._num_roles
+        num_dense = self.plan.num_layers - sum(roles.values())
+        for kind, num_tokens in (
+            ("dense", num_dense * int(sparse_lens_R.sum())),
+            ("scanned", roles["full"] * int(sparse_lens_R.sum())),
+            ("reranked", roles["reindex"] * int(sparse_lens_R.clip(max=pool_size).sum())),
+            ("attended", sum(roles.values()) * len(sparse_lens_R) * self.selection.final_k),
+        ):
+            if num_tokens:
+                add("decode_tokens_total", num_tokens, kind=kind)
+
+    def run(
+        self,
+        step: Step,
+        layer_id: int,
+        q_TQD: Tensor,
+        k_SHD: Tensor,
+        v_SHD: Tensor,
+        out_TQD: Tensor,
+        *,
+        scale: float,
+    ) -> None:
+        """Attention of one layer for all rows of the step into `out_TQD`; tokens behind the batch's become 0."""
+        layer = self.plan.layers[layer_id]
+        if layer.role == "dense" or layer.attend == "all":
+            plan = step.dense_plan(every_row=True)
+            run_attention(plan, q_TQD, k_SHD, v_SHD, out_TQD, scale=scale, workspace=self.workspace)
+        elif not step.all_sparse:
+            self._run_dense_rows(step, q_TQD, k_SHD, v_SHD, out_TQD, scale)
+        if layer.role == "dense":
+            return
+        num_tokens = len(step.batch.requests)
+        q_RQD = q_TQD[:num_tokens] if step.all_sparse else q_TQD[step.sparse_R]
+        q, keys, values = (q_RQD.float() * scale).numpy(), as_array(k_SHD), as_array(v_SHD)
+        chosen = list(self._select(layer, step, q, keys))
+        if layer.attend == "all":
+            return
+        out_RQD = torch.empty(q_RQD.shape, dtype=torch.float32)
+        self._attend(chosen, q, keys, values, out_RQD.numpy())
+        if step.all_sparse:
+            out_TQD[:num_tokens] = out_RQD
+            out_TQD[num_tokens:] = 0
+        else:
+            out_TQD[step.sparse_R] = out_RQD.to(out_TQD.dtype)
+
+    def _run_dense_rows(
+        self, step: Step, q_TQD: Tensor, k_SHD: Tensor, v_SHD: Tensor, out_TQD: Tensor, scale: float
+    ) -> None:
+        q_NQD = q_TQD[step.dense_N]
+        out_NQD = torch.empty_like(q_NQD)
+        plan = step.dense_plan(every_row=False)
+        run_attention(plan, q_NQD, k_SHD, v_SHD, out_NQD, scale=scale, workspace=self.workspace)
+        out_TQD[len(step.batch.requests) :] = 0
+        out_TQD[step.dense_N] = out_NQD
+
+    def _attend(
+        self, chosen: Sequence[tuple[Any, Rows, Table]], q: Any, keys: Any, values: Any, out: Any
+    ) -> None:
+        if len(chosen) == 1:
+            _, rows, table = chosen[0]
+            cpu_sparse.attend(self.geometry, q, keys, values, rows, table, out)
+            return
+        for which, rows, table in chosen:
+            part = np.empty((len(which), *q.shape[1:]), np.float32)
+            cpu_sparse.attend(self.geometry, q[which], keys, values, rows, table, part)
+            out[which] = part
+
+    # -- roles -------------------------------------------------------------------------------
+
+    def _select(self, layer: BoundLayer, step: Step, q: Any, keys: Any) -> Iterator[tuple[Any, Rows, Table]]:
+        """(rows of the step, the same as Rows, the table that holds their indices), disjoint and complete."""
+        every = slice(None)
+        if layer.role == "full":
+            yield every, step.rows, self._full(layer, step, q, keys)
+            return
+        table, fresh_R = self.state.take(layer)
+        stale = np.flatnonzero(fresh_R == 0)
+        if len(stale):
+            self.metrics.add("decode_own_scans_total", len(stale), role=layer.role)
+        if layer.role == "reindex":
+            yield every, step.rows, self._reindex(layer, step, q, keys, table, fresh_R)
+        elif not len(stale):
+            yield every, step.rows, table
+        else:
+            rows = _subset(step.rows, stale)
+            self._score(q[stale], keys, rows, self.state.own, step.history_R[stale])
+            self._keep(rows, self.state.own, step.history_R[stale], self.state.own)
+            yield stale, rows, self.state.own
+            fresh = np.flatnonzero(fresh_R)
+            if len(fresh):
+                yield fresh, _subset(step.rows, fresh), table
+
+    def _full(self, layer: BoundLayer, step: Step, q: Any, keys: Any) -> Table:
+        rows, state = step.rows, self.state
+        self._score(q, keys, rows, state.own, step.history_R)
+        if layer.pool_readers:
+            self._keep(rows, state.own, step.history_R, state.table_to_write(layer, "pool"))
+            state.seal(layer, "pool")
+        return self._keep_indices(layer, rows, state.own, step.history_R)
+
+    def _reindex(self, layer: BoundLayer, step: Step, q: Any, keys: Any, pool: Table, pooled_R: Any) -> Table:
+        self._score(q, keys, step.rows, pool, pooled_R)
+        return self._keep_indices(layer, step.rows, pool, pooled_R)
+
+    def _keep_indices(self, layer: BoundLayer, rows: Rows, pool: Table, pooled_R: Any) -> Table:
+        if not layer.index_readers:
+            self._keep(rows, pool, pooled_R, self.state.own)
+            return self.state.own
+        table = self.state.table_to_write(layer, "indices")
+        self._keep(rows, pool, pooled_R, table)
+        self.state.seal(layer, "indices")
+        return table
+
+    def _score(self, q: Any, keys: Any, rows: Rows, pool: Table, pooled_R: Any) -> None:
+        cpu_select.score(self.geometry, q, keys, rows, pool, pooled_R, self._work_RQW[: len(pooled_R)])
+
+    def _keep(self, rows: Rows, pool: Table, pooled_R: Any, out: Table) -> None:
+        work, selection = self._work_RQW[: len(pooled_R)], self.selection
+        cpu_select.keep(rows, pool, pooled_R, work, selection.sink, selection.window, out)
+
+
+def unsupported_plan(plan: BoundPlan, k_pool_SHD: Tensor) -> Iterator[str]:
+    """What in a plan, or in the pool it would read, sparse decode on the CPU would compute wrongly."""
+    scorer = plan.scorer
+    if k_pool_SHD.dtype not in STORAGE:
+        yield f"the pool holds {k_pool_SHD.dtype}, not {' or '.join(map(str, STORAGE))}"
+    if not k_pool_SHD.is_contiguous():
+        yield f"the pool's slots are not contiguous (strides {k_pool_SHD.stride()})"
+    if scorer.kind != "exact_qk":
+        yield f"scorer.kind is {scorer.kind}, and only exact_qk is served"
+    if scorer.scan_heads != "all" or scorer.rerank_heads not in (None, "all"):
+        yield f"scorer.scan_heads {scorer.scan_heads}, rerank_heads {scorer.rerank_heads}: only all is served"
+    for field in ("kv_from", "key_from"):
+        sharing = [layer.layer for layer in plan.layers if getattr(layer, field) is not None]
+        if sharing:
+            yield f"{field} on layers {sharing} is not served"
+
+
+def warm_up(decoder: SparseDecoder, k_pool_SHD: Tensor, num_q_heads: int) -> None:
+    """Compile the kernels now (seconds), so that no request waits for them."""
+    _, num_heads, head_dim = k_pool_SHD.shape
+    tiny = torch.zeros(4, num_heads, head_dim, dtype=k_pool_SHD.dtype)
+    rows = Rows(np.zeros(1, np.int32), np.ones(1, np.int32), np.zeros((1, 1), np.int32), _NO_TAGS, _NO_BIAS)
+    table = Table.empty(1, 1, 1)
+    none_R, work = np.zeros(1, np.uint8), np.zeros((1, num_q_heads, 1), np.float32)
+    q = np.zeros((1, num_q_heads, head_dim), np.float32)
+    cpu_select.score(decoder.geometry, q, as_array(tiny), rows, table, none_R, work)
+    cpu_select.keep(rows, table, none_R, work, 0, 1, table)
+    cpu_sparse.attend(decoder.geometry, q, as_array(tiny), as_array(tiny), rows, table, np.zeros_like(q))
+
+
+def _subset(rows: Rows, which: Any) -> Rows:
+    return rows._replace(requests_R=rows.requests_R[which], lens_R=rows.lens_R[which])
+
+
+def _bias_terms(bias: KeyBias | None) -> tuple[Any, Any]:
+    """Tags and the logit term of each of the four tags; no tags where both terms are 0."""
+    if bias is None or (bias.alpha == 0 and bias.beta == 0):
+        return _NO_TAGS, _NO_BIAS
+    terms = [0.0, bias.alpha, bias.beta, bias.alpha + bias.beta]
+    return bias.tags_S.numpy(), np.array(terms, np.float32).clip(min=HIDDEN)

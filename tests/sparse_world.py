@@ -1,0 +1,185 @@
+"""A small token pool with rows on it, and the law of a layer plan in plain PyTorch, for tests of sparse decode.
+
+Dims as in sglang_blockreuse/layers/sparse_decode.py. Every slot that no row owns holds NaN.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sglang_blockreuse.kernels import reference
+from sglang_blockreuse.kernels import reference_select as law
+from sglang_blockreuse.kernels.cpu_attention import KeyBias
+from sglang_blockreuse.layers.plan import BoundPlan
+from sglang_blockreuse.layers.plan_loader import LayerPlan
+from sglang_blockreuse.layers.plan_schema import read_spec
+from sglang_blockreuse.layers.sparse_decode import Batch, SparseDecoder, Step
+
+H, G, D = 3, 3, 64
+SCALE = D**-0.5
+ROLES = {"D": "dense", "F": "full", "X": "reindex", "R": "reuse"}
+
+
+def make_plan(
+    pattern: str, *, heads: str = "layer", attend_all: Sequence[int] = (), **selection: int
+) -> BoundPlan:
+    """A plan from one letter per layer; X takes the pool of the latest F, R the indices of the latest F or X."""
+    entries, full, indices = [], None, None
+    for layer, letter in enumerate(pattern):
+        entry: dict[str, object] = {"layers": layer, "role": ROLES[letter]}
+        if letter == "F" and layer in attend_all:
+            entry["attend"] = "all"
+        if letter in "XR":
+            entry["anchor"] = full if letter == "X" else indices
+        full = layer if letter == "F" else full
+        indices = layer if letter in "FX" else indices
+        entries.append(entry)
+    raw = {"version": 1, "name": pattern, "layers": entries, "scorer": {"heads": heads}}
+    if selection:
+        raw["selection"] = selection
+    return LayerPlan(read_spec(json.dumps(raw), "test.json"), "test").bind(len(pattern), None)
+
+
+class World:
+    """Rows of `lens` keys in scattered slots, at request slots 2, 3, … in batch order reversed."""
+
+    def __init__(
+        self, plan: BoundPlan, lens: Sequence[int], *, dtype: torch.dtype = torch.float32, seed: int = 0
+    ) -> None:
+        torch.manual_seed(seed)
+        self.plan, self.dtype, self.lens = plan, dtype, list(lens)
+        self.requests = [len(lens) + 1 - r for r in range(len(lens))]
+        self.row_ids = np.arange(100, 100 + len(lens))
+        num_slots = 2 * sum(lens) + 8
+        self.table = torch.zeros(len(lens) + 3, max(lens) + 4, dtype=torch.int32)
+        free = (torch.randperm(num_slots - 1) + 1).int()
+        self.k = [torch.full((num_slots, H, D), torch.nan, dtype=dtype) for _ in plan.layers]
+        self.v = [torch.full((num_slots, H, D), torch.nan, dtype=dtype) for _ in plan.layers]
+        self.tags = torch.full((num_slots,), 255, dtype=torch.uint8)
+        for request, n in zip(self.requests, lens, strict=True):
+            mine, free = free[:n], free[n:]
+            self.table[request, :n] = mine
+            self.tags[mine.long()] = torch.randint(0, 4, (n,), dtype=torch.uint8)
+            for pool in (*self.k, *self.v):
+                pool[mine.long()] = (torch.randn(n, H, D) * 2).to(dtype)
+        self.q = [torch.randn(len(lens), H * G, D).to(dtype) for _ in plan.layers]
+        self.bias: KeyBias | None = None
+
+    def decoder(self, **options: object) -> SparseDecoder:
+        num_requests = self.table.shape[0]
+        return SparseDecoder(
+            self.plan, num_requests=num_requests, num_q_heads=H * G, k_pool_SHD=self.k[0], **options
+        )
+
+    def batch(self, dense: Sequence[int] = (), order: Sequence[int] | None = None) -> Batch:
+        """The rows as one decode batch, or those of `order`; `dense` are row numbers."""
+        order = range(len(self.lens)) if order is None else order
+        return Batch(
+            slot_table=self.table,
+            requests=[self.requests[r] for r in order],
+            lens=[self.lens[r] for r in order],
+            row_ids=self.row_ids[list(order)],
+            dense=np.array([r in dense for r in order], np.uint8),
+            bias=self.bias,
+        )
+
+    def run(
+        self, decoder: SparseDecoder, step: Step, layer: int, order: Sequence[int] | None = None
+    ) -> Tensor:
+        q = self.q[layer] if order is None else self.q[layer][list(order)]
+        out = torch.full_like(q, torch.nan)
+        decoder.run(step, layer, q, self.k[layer], self.v[layer], out, scale=SCALE)
+        return out
+
+    def run_all(self, decoder: SparseDecoder, **batch: object) -> list[Tensor]:
+        step = decoder.begin(self.batch(**batch))
+        assert step is not None
+        return [self.run(decoder, step, layer, batch.get("order")) for layer in range(self.plan.num_layers)]
+
+    # -- the law -----------------------------------------------------------------------------
+
+    def expected(self) -> list[Tensor]:
+        """Output of every layer in float64, with every row sparse."""
+        return [self._expected(layer) for layer in range(self.plan.num_layers)]
+
+    def _expected(self, layer: int) -> Tensor:
+        bound = self.plan.layers[layer]
+        if bound.role == "dense" or bound.attend == "all":
+            return self.dense(layer)
+        positions, counts = self.indices(layer)
+        return self.attention(layer, positions, counts)
+
+    def dense(self, layer: int) -> Tensor:
+        positions = [torch.arange(n).expand(1, -1) for n in self.lens]
+        padded = torch.full((len(positions), 1, max(self.lens)), -1)
+        for r, p in enumerate(positions):
+            padded[r, :, : p.shape[1]] = p
+        return self.attention(layer, padded, torch.tensor(self.lens))
+
+    def attention(self, layer: int, positions_RXK: Tensor, counts_R: Tensor) -> Tensor:
+        """float64 attention of every row over its listed positions."""
+        num_lists = positions_RXK.shape[1]
+        outs = []
+        for r, request in enumerate(self.requests):
+            slots_XK = self.table[request][positions_RXK[r, :, : counts_R[r]].long()]
+            per_head = slots_XK.expand(H, -1) if num_lists == 1 else slots_XK
+            out, _ = reference.decode_attention(
+                self.q[layer][r : r + 1].double(),
+                self.k[layer].double(),
+                self.v[layer].double(),
+                per_head,
+                torch.tensor([0, int(counts_R[r])]),
+                scale=SCALE,
+                **self._bias_words(),
+            )
+            outs.append(out)
+        return torch.cat(outs)
+
+    @functools.cache  # noqa: B019 - worlds live for one test
+    def indices(self, layer: int) -> tuple[Tensor, Tensor]:
+        bound = self.plan.layers[layer]
+        if bound.role == "reuse":
+            return self.indices(bound.anchor)
+        if bound.role == "full":
+            return self._scan(layer, self.plan.selection.final_k)
+        pool, counts = self._scan(bound.anchor, self.plan.selection.pool_size)
+        return law.rerank(
+            self.q[layer].double(),
+            self.k[layer].double(),
+            pool,
+            counts,
+            *self._history(),
+            k=self.plan.selection.final_k,
+            **self._words(),
+        )
+
+    def _scan(self, layer: int, size: int) -> tuple[Tensor, Tensor]:
+        q, k = self.q[layer].double(), self.k[layer].double()
+        return law.scan(q, k, *self._history(), size=size, **self._words())
+
+    def _history(self) -> tuple[Tensor, Tensor]:
+        rows = [self.table[request, :n] for request, n in zip(self.requests, self.lens, strict=True)]
+        return torch.cat(rows), torch.tensor([0, *np.cumsum(self.lens)])
+
+    def _words(self) -> dict[str, object]:
+        selection = self.plan.selection
+        return {
+            "scale": SCALE,
+            "heads": self.plan.scorer.heads,
+            "num_sinks": selection.sink,
+            "window": selection.window,
+            **self._bias_words(),
+        }
+
+    def _bias_words(self) -> dict[str, object]:
+        return (
+            {}
+            if self.bias is None
+            else {"tags_S": self.tags, "alpha": self.bias.alpha, "beta": self.bias.beta}
+        )

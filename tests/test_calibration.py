@@ -1,0 +1,243 @@
+"""Calibration on the real model: the evaluator's laws, the tables behind a search, the search itself, the commands."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from sglang_blockreuse.cli import main
+from sglang_blockreuse.layers.calibration.case import Case, Figures, evaluate
+from sglang_blockreuse.layers.calibration.llama import Llama, UnsupportedModel
+from sglang_blockreuse.layers.calibration.overlap import MEASURES, collect
+from sglang_blockreuse.layers.calibration.pattern import bound_of, pattern_of, plan_of, uniform
+from sglang_blockreuse.layers.calibration.replay import replay
+from sglang_blockreuse.layers.calibration.search import Search, cheapenings, demotions, prior, shifts
+from sglang_blockreuse.layers.calibration.texts import KINDS, Texts
+from sglang_blockreuse.layers.plan import Selection
+from sglang_blockreuse.layers.plan_loader import load_plan
+
+SMALL = Selection(final_k=48, pool_size=96, sink=4, window=16)
+NUM_LAYERS = 30
+MIXED = "FXXFXXXFRRRXXFRRFXXXXXFXXXXXXR"
+# log-probabilities of one sequence computed in passes of other shapes, float32
+ROUNDING = 1e-4
+
+
+@pytest.fixture(scope="module")
+def texts(model_path):
+    return Texts(model_path)
+
+
+@pytest.fixture(scope="module")
+def case(model_path, texts):
+    return Case(Llama(model_path), "prose", texts.make("prose", 0, 300), 12)
+
+
+class TestEvaluator:
+    def test_rows_in_one_pass_equal_the_prefill_of_the_whole_text(self, case, model_path, texts):
+        ids = texts.make("prose", 0, 300)
+        keys, _ = case.model.prefill(torch.tensor(ids[:-1]), 0)
+        case.log_probs(None)
+        assert (case._keys - keys).abs().max() < ROUNDING * keys.abs().max()
+
+    def test_reading_everything_is_dense(self, case):
+        everything = Selection(final_k=400, pool_size=400)
+        for pattern in ("F" * NUM_LAYERS, MIXED, "D" * NUM_LAYERS):
+            log_probs, _ = case.log_probs(bound_of(pattern, everything))
+            assert (log_probs - case.dense).abs().max() < ROUNDING
+
+    def test_reading_less_is_seen_to_differ(self, case):
+        assert case.figures(bound_of("F" * NUM_LAYERS, SMALL)).kl > 100 * ROUNDING
+
+    def test_a_pool_of_everything_gives_every_layer_its_own_selection(self, case):
+        wide = Selection(final_k=48, pool_size=400, sink=4, window=16)
+        pooled, _ = case.log_probs(bound_of("F" + "X" * 29, wide))
+        own, _ = case.log_probs(bound_of("F" * 30, wide))
+        narrow, _ = case.log_probs(bound_of("F" + "X" * 29, SMALL))
+        assert (pooled - own).abs().max() < ROUNDING
+        assert (narrow - own).abs().max() > 100 * ROUNDING
+
+    @pytest.mark.parametrize("since", [3, 13, 22])
+    def test_a_pass_that_starts_late_equals_the_whole_pass(self, case, since):
+        """Also as another plan that agrees up to there and reads what nobody read before."""
+        _, trace = case.log_probs(bound_of("F" * NUM_LAYERS, SMALL))
+        for follower in "FXR":
+            plan = bound_of("F" * since + follower * (NUM_LAYERS - since), SMALL)
+            whole, _ = case.log_probs(plan)
+            case.log_probs(None)
+            late, _ = case.log_probs(plan, since=since, trace=trace)
+            assert torch.equal(late, whole)
+
+    def test_scorers_it_does_not_compute_are_refused(self, case):
+        from msgspec.structs import replace
+
+        plan = bound_of("F" * NUM_LAYERS, SMALL)
+        with pytest.raises(ValueError, match="kv_head"):
+            evaluate([case], replace(plan, scorer=replace(plan.scorer, heads="kv_head")))
+
+    def test_oracle_replay_separates_own_misses_from_those_passed_on(self, case):
+        found = replay(case, bound_of("F" + "R" * 29, SMALL))
+        assert found.direct[0] == pytest.approx(found.total[0], rel=1e-3)
+        assert found.total[-1] > 1.5 * found.direct[-1]
+        exact = replay(case, bound_of("F" * 30, Selection(final_k=400)))
+        assert max(*exact.direct, *exact.total) < ROUNDING
+
+
+def test_other_models_are_refused_by_name(tmp_path, model_path):
+    config = json.loads((model_path / "config.json").read_text())
+    for key, value in (("architectures", ["Qwen3ForCausalLM"]), ("rope_scaling", {"rope_type": "llama3"})):
+        changed = {**config, key: value}
+        if key == "rope_scaling":
+            del changed["rope_parameters"]
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(UnsupportedModel, match=r"Qwen3ForCausalLM|llama3"):
+            Llama(tmp_path)
+
+
+class TestTexts:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_every_kind_has_the_length_that_is_asked_for(self, texts, kind):
+        ids = texts.make(kind, 3, 700)
+        assert len(ids) == 700
+        assert ids == texts.make(kind, 3, 700)
+        assert ids != texts.make(kind, 4, 700)
+
+    def test_a_copy_says_its_text_twice(self, texts):
+        ids = texts.make("copy", 0, 800)
+        assert ids[-200:] == ids[ids.index(ids[-200]) :][:200] or _occurs_twice(ids, ids[-60:])
+
+    def test_an_unknown_kind_is_refused(self, texts):
+        with pytest.raises(ValueError, match="kind 'poem' is unknown"):
+            texts.make("poem", 0, 10)
+
+
+def _occurs_twice(ids, part):
+    return sum(ids[i : i + len(part)] == part for i in range(len(ids))) == 2
+
+
+class TestOverlap:
+    def test_a_layer_serves_itself_wholly(self, case):
+        overlap = collect([case], SMALL)
+        for name in ("jaccard", "recall", "coverage"):
+            assert torch.equal(overlap.tables[name].diagonal(), torch.ones(NUM_LAYERS))
+        assert (
+            (overlap.tables["coverage"] >= overlap.tables["recall"])
+            .logical_or(overlap.tables["recall"].isnan())
+            .all()
+        )
+        assert overlap.by_kind.keys() == {"prose"}
+        assert all(len(overlap.by_distance(name)) == 13 for name in MEASURES)
+        assert overlap.loss("R").diagonal().abs().max() == 0
+        assert overlap.loss("X").nansum() < overlap.loss("R").nansum()
+
+
+class TestSearch:
+    def test_the_prior_is_the_cheapest_of_all_patterns(self):
+        """Against all choices of three full layers of eight."""
+        from itertools import combinations
+
+        torch.manual_seed(0)
+        loss = torch.rand(8, 8)
+
+        def cost(full):
+            anchors = [max(f for f in full if f <= layer) for layer in range(8)]
+            return sum(float(loss[anchor, layer]) for layer, anchor in enumerate(anchors) if anchor != layer)
+
+        best = min(((0, *rest) for rest in combinations(range(1, 8), 2)), key=cost)
+        assert prior(loss, 3, "R") == "".join("F" if layer in best else "R" for layer in range(8))
+        assert prior(loss, 8, "R") == "F" * 8
+        assert prior(loss, 2, "X", first=3).startswith("DDDF")
+        with pytest.raises(ValueError, match="num_full is 9"):
+            prior(loss, 9, "R")
+
+    def test_moves(self):
+        assert list(demotions("DFRF", "R")) == ["DFRR"]
+        assert list(shifts("FRRF")) == ["FRFR"]
+        assert list(cheapenings("FXR")) == ["FRR"]
+
+    def test_every_step_is_measured_on_the_pattern_at_hand(self, case):
+        search = Search([case], SMALL, num_screened=1, num_confirmed=1)
+        found = search.shrink("FFRFFF" + "R" * 24, "R", 4)
+        assert found.num_full == 4
+        assert found.kl == pytest.approx(search.measure(found.pattern), rel=1e-3)
+        others = [search.measure(other) for other in demotions("FFRFFF" + "R" * 24, "R")]
+        assert found.kl == pytest.approx(min(others), rel=1e-3)
+        polished = search.polish(found.pattern, 1)
+        assert polished.kl <= found.kl
+
+
+def test_a_pattern_is_a_plan_and_back():
+    for pattern in (MIXED, uniform(30, 4, "X", first=2), "D" * 30):
+        assert pattern_of(plan_of(pattern, SMALL, name="x").bind(30, None)) == pattern
+    assert bound_of("FXRR", SMALL).layers[3].anchor == 1
+    assert uniform(6, 3, "R", first=1) == "DFRRFR"
+
+
+def test_figures_weigh_rows_alike():
+    one, two = (
+        Figures(torch.full((n,), x), torch.zeros(n), torch.ones(n, dtype=torch.bool))
+        for n, x in ((1, 4.0), (3, 0.0))
+    )
+    assert Figures.joined([one, two]).kl == 1.0
+
+
+def test_calibrate_writes_a_plan_that_loads_and_a_report(model_path, tmp_path, capsys):
+    words = [
+        "calibrate",
+        str(model_path),
+        "--out",
+        str(tmp_path),
+        "--full",
+        "29",
+        "--rounds",
+        "0",
+        "--rows",
+        "4",
+    ]
+    words += ["--lengths", "300", "340", "--final-k", "80", "--pool-size", "120", "--name", "found"]
+    words += ["--start", "F" * 30]
+    assert main(words) == 0
+    plan = load_plan(tmp_path / "plan.yaml")
+    assert plan.name == "found"
+    assert pattern_of(plan.bind(30, "LlamaForCausalLM")).count("F") == 29
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert {row["name"] for row in report["held_out"]} >= {
+        "found",
+        "own lists everywhere",
+        "groups of 4, reuse",
+    }
+    assert report["search"][-1]["num_full"] == 29
+    assert set(report["held_out"][0]["kl_by_kind"]) == set(KINDS)
+    assert str(model_path) not in (tmp_path / "report.json").read_text(), "no path of this machine"
+    assert (tmp_path / "loss.png").stat().st_size > 1000
+    assert (tmp_path / "overlap.png").stat().st_size > 1000
+    assert "--- | ---" in (tmp_path / "report.md").read_text()
+    assert "found" in capsys.readouterr().out
+
+
+def test_calibrate_says_what_it_cannot_do(tmp_path, capsys):
+    assert main(["calibrate", str(tmp_path / "missing")]) == 1
+    assert "config.json" in capsys.readouterr().err
+
+
+class TestPlanCommand:
+    def test_list(self, capsys):
+        assert main(["plan", "list"]) == 0
+        assert "full" in capsys.readouterr().out
+
+    def test_validate(self, capsys, tmp_path, model_path):
+        assert main(["plan", "validate", "full", "--model", str(model_path)]) == 0
+        assert "valid, fingerprint" in capsys.readouterr().out
+        (tmp_path / "bad.yaml").write_text("version: 1\nname: x\nlayers: [{layers: 0, role: reuse}]\n")
+        assert main(["plan", "validate", str(tmp_path / "bad.yaml")]) == 1
+        assert "bad.yaml: selection" in capsys.readouterr().err
+
+    def test_explain(self, capsys, model_path):
+        assert main(["plan", "explain", "full", "--model", str(model_path), "--tokens", "4096"]) == 0
+        assert "8 rows of 4096 tokens" in capsys.readouterr().out
+        assert main(["plan", "explain", "full", "--model", str(model_path), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["ratio"] == 1.0
+        assert main(["plan", "explain", "full"]) == 1
+        assert "--model" in capsys.readouterr().err

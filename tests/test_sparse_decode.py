@@ -1,0 +1,209 @@
+"""Sparse decode on the CPU: every role against the law, and what must not change a row's result."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from sparse_world import World, make_plan
+from tolerances import EXACT, KERNEL_OUT
+
+from sglang_blockreuse.kernels.cpu_attention import KeyBias
+from sglang_blockreuse.layers.sparse_decode import unsupported_plan
+
+SELECTION = {"final_k": 24, "pool_size": 60, "sink": 4, "window": 8}
+LENS = [700, 61, 513, 130, 300]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def check(got, expected, dtype):
+    absolute, relative = KERNEL_OUT["cpu_attention", dtype]
+    torch.testing.assert_close(got.double(), expected, atol=absolute, rtol=relative)
+
+
+def same(got, expected):
+    torch.testing.assert_close(got, expected, atol=EXACT[0], rtol=EXACT[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", ["layer", "kv_head"])
+@pytest.mark.parametrize("pattern", ["FFF", "FRR", "FXX", "DFXRXR", "FXRFXX"])
+def test_every_role_attends_to_what_the_law_selects(pattern, heads, dtype):
+    world = World(make_plan(pattern, heads=heads, **SELECTION), LENS, dtype=dtype)
+    decoder = world.decoder(strict=True)
+    for layer, (got, expected) in enumerate(zip(world.run_all(decoder), world.expected(), strict=True)):
+        check(got, expected, dtype)
+        assert not torch.isnan(got).any(), f"layer {layer} read a slot that no row owns"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("terms", [(-0.7, -2.0), (-0.7, 0.0), (0.0, -torch.inf)], ids=str)
+def test_the_correction_is_gathered_along(terms, dtype):
+    world = World(make_plan("DFXR", **SELECTION), LENS, dtype=dtype)
+    world.bias = KeyBias(world.tags, *terms)
+    plain = world.run_all(World(world.plan, LENS, dtype=dtype).decoder())
+    for got, expected in zip(world.run_all(world.decoder()), world.expected(), strict=True):
+        check(got, expected, dtype)
+    world.bias = None
+    assert not torch.equal(plain[1], got)
+
+
+def test_an_oracle_layer_attends_to_all_and_still_writes_indices():
+    world = World(make_plan("FRX", attend_all=[0], **SELECTION), LENS)
+    for got, expected in zip(world.run_all(world.decoder(strict=True)), world.expected(), strict=True):
+        check(got, expected, torch.float32)
+
+
+class TestExactness:
+    def test_a_pool_that_holds_the_history_gives_every_layer_its_own_selection(self):
+        """Equation 7 with C = 1: the same bits as if the layer had scanned for itself."""
+        own = World(make_plan("FFF", **SELECTION), LENS)
+        pooled = World(make_plan("FXX", **{**SELECTION, "pool_size": max(LENS)}), LENS)
+        for got, expected in zip(pooled.run_all(pooled.decoder()), own.run_all(own.decoder()), strict=True):
+            same(got, expected)
+
+    def test_a_smaller_pool_is_seen_to_differ(self):
+        own = World(make_plan("FFF", **SELECTION), LENS)
+        pooled = World(make_plan("FXX", **SELECTION), LENS)
+        got, expected = pooled.run_all(pooled.decoder()), own.run_all(own.decoder())
+        same(got[0], expected[0])
+        assert not torch.equal(got[1], expected[1])
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_selecting_all_but_one_hidden_key_equals_dense(self, dtype):
+        """k >= N runs dense; one key less must equal dense attention once that key has no weight."""
+        world = World(make_plan("FR", final_k=60, sink=4, window=8), [61, 61], dtype=dtype)
+        world.tags[:] = 0
+        for request in world.requests:
+            world.tags[world.table[request, 20].long()] = 1
+        world.bias = KeyBias(world.tags, -torch.inf, 0.0)
+        got = world.run_all(world.decoder())
+        for layer in range(2):
+            check(got[layer], world.dense(layer), dtype)
+
+    @pytest.mark.parametrize(
+        ("selection", "lens"),
+        [
+            pytest.param({**SELECTION, "final_k": 700, "pool_size": 700}, LENS, id="k"),
+            pytest.param({**SELECTION, "min_seq_len": 701}, LENS, id="min_seq_len"),
+        ],
+    )
+    def test_rows_that_read_everything_are_left_to_dense_attention(self, selection, lens):
+        world = World(make_plan("FX", **selection), lens)
+        decoder = world.decoder()
+        assert decoder.begin(world.batch()) is None
+        assert decoder.metrics.counts["decode_rows_total short"] == len(lens)
+
+
+class TestRows:
+    PLAN = make_plan("DFXR", **SELECTION)
+
+    def test_a_row_gets_the_same_bits_whatever_shares_its_batch(self):
+        world = World(self.PLAN, LENS, dtype=torch.bfloat16)
+        together = world.run_all(world.decoder())
+        for r in range(len(LENS)):
+            alone = world.run_all(world.decoder(), order=[r])
+            for layer in range(1, self.PLAN.num_layers):
+                same(alone[layer], together[layer][r : r + 1])
+
+    def test_dense_and_sparse_rows_share_a_batch(self):
+        world = World(self.PLAN, [*LENS, 20])
+        exact = [0, 3]
+        mixed = world.run_all(world.decoder(), dense=exact)
+        sparse = world.run_all(world.decoder())
+        for layer in range(self.PLAN.num_layers):
+            for r in range(len(world.lens)):
+                is_dense = r in exact or r == len(LENS)
+                if is_dense:
+                    check(mixed[layer][r], world.dense(layer)[r], torch.float32)
+                elif layer:
+                    same(mixed[layer][r], sparse[layer][r])
+
+    def test_rows_may_move_inside_the_batch_between_steps(self):
+        world = World(self.PLAN, LENS)
+        decoder = world.decoder(strict=True)
+        first = world.run_all(decoder)
+        order = [3, 0, 4]
+        second = world.run_all(decoder, order=order)
+        for layer in range(1, self.PLAN.num_layers):
+            same(second[layer], first[layer][order])
+
+    def test_tokens_behind_the_batch_become_zero(self):
+        world = World(self.PLAN, LENS)
+        for dense in ([], [1]):
+            decoder = world.decoder()
+            step = decoder.begin(world.batch(dense=dense))
+            for layer in range(self.PLAN.num_layers):
+                q = torch.cat([world.q[layer], torch.full((2, 9, 64), torch.nan)])
+                out = torch.full_like(q, torch.nan)
+                decoder.run(step, layer, q, world.k[layer], world.v[layer], out, scale=0.125)
+                assert torch.equal(out[len(LENS) :], torch.zeros(2, 9, 64))
+
+    def test_reads_are_counted(self):
+        world = World(self.PLAN, [*LENS, 20])
+        decoder = world.decoder()
+        decoder.begin(world.batch(dense=[0]))
+        sparse = LENS[1:]
+        assert dict(decoder.metrics.counts) == {
+            "decode_rows_total sparse": 4,
+            "decode_rows_total short": 1,
+            "decode_rows_total exact": 1,
+            "decode_tokens_total dense": sum(sparse),
+            "decode_tokens_total scanned": sum(sparse),
+            "decode_tokens_total reranked": 60 * 4,
+            "decode_tokens_total attended": 3 * 4 * 24,
+        }
+
+
+class TestTies:
+    def test_equal_scores_go_to_the_lower_position(self):
+        """All keys alike: after sinks and window the list fills up from the left."""
+        world = World(make_plan("FX", **SELECTION), LENS)
+        for pool in world.k:
+            pool[:] = 1.0
+        decoder = world.decoder()
+        world.run_all(decoder)
+        table = decoder.state.own
+        for request, n in zip(world.requests, LENS, strict=True):
+            expected = [*range(24 - 8), *range(n - 8, n)]
+            assert table.positions[request, 0].tolist() == expected
+
+    def test_lists_ascend_and_hold_sinks_and_window_once(self):
+        world = World(make_plan("F", heads="kv_head", **SELECTION), LENS)
+        decoder = world.decoder()
+        world.run_all(decoder)
+        for request, n in zip(world.requests, LENS, strict=True):
+            assert decoder.state.own.counts[request] == 24
+            for positions in decoder.state.own.positions[request]:
+                assert (np.diff(positions) > 0).all()
+                assert {0, 1, 2, 3, *range(n - 8, n)} <= set(positions.tolist())
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"scorer": {"kind": "page_minmax"}}, "page_minmax"),
+        ({"scorer": {"kind": "label_channels"}}, "label_channels"),
+        ({"scorer": {"scan_heads": "fused"}}, "fused"),
+    ],
+    ids=str,
+)
+def test_a_plan_it_would_compute_wrongly_is_refused_by_name(changes, reason):
+    from sglang_blockreuse.layers.plan_loader import LayerPlan
+    from sglang_blockreuse.layers.plan_schema import read_spec
+
+    raw = {
+        "version": 1,
+        "name": "x",
+        "layers": [{"layers": 0, "role": "full"}],
+        "selection": SELECTION,
+        **changes,
+    }
+    plan = LayerPlan(read_spec(json.dumps(raw), "test.json"), "test").bind(1, None)
+    pool = torch.zeros(4, 3, 64)
+    (message,) = unsupported_plan(plan, pool)
+    assert reason in message
+    assert list(unsupported_plan(make_plan("F", **SELECTION), pool)) == []
+    assert "float16" in "".join(unsupported_plan(make_plan("F", **SELECTION), pool.half()))

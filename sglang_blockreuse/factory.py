@@ -42,6 +42,7 @@ def create_radix_cache(ctx: Any) -> Any:
         neutral_prefix=_neutral_prefix(config),
         pool_size=int(ctx.params.token_to_kv_pool_allocator.size),
         metrics=metrics,
+        layer_plan=_sparse_plan(ctx.tp_worker.model_runner.attn_backend),
         off_reason=off_reason,
     )
     cache.steps = PrefillSteps(
@@ -144,6 +145,12 @@ def _loader(ctx: Any, config: Config) -> tuple[KvLoader | None, str | None]:
         logger.warning("blockreuse: serving without block reuse: %s", error)
         return None, "unsupported_model"
     return KvLoader(pool.k_buffer, pool.v_buffer, groups, Dispatcher(config.kernels)), None
+
+
+def _sparse_plan(backend: Any) -> str | None:
+    """Fingerprint of the layer plan that decode runs under; None where every layer reads everything."""
+    sparse = getattr(backend, "sparse", None)
+    return None if sparse is None else str(sparse.plan.fingerprint)
 
 
 def _join_backend(backend: Any, cache: Any, metrics: Metrics) -> None:

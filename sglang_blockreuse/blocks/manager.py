@@ -117,11 +117,12 @@ class BlockManager:
         if state.options.mode == "reuse" and state.usage.skipped_reason in ADMISSION_VERDICTS:
             state.usage.skipped_reason = None
         start, end = req.prefix_len, len(req.full_untruncated_fill_ids)
-        if state.may_reuse():
+        if state.may_reuse() or self._may_take_path(state):
             limit = min(end, _logprob_limit(req))
             hits = self._find_path(req, state, start, limit)
             covered = hits[-1].segment.interval.end if hits else start
-            wanted = [home for home in self._homes(req, state) if home.span.end > covered]
+            homes = self._homes(req, state) if state.may_reuse() else []
+            wanted = [home for home in homes if home.span.end > covered]
             found = find(self._tree, wanted, start=covered, end=limit, namespace=_namespace(req))
             self._count(wanted, found)
             hits += found
@@ -135,6 +136,11 @@ class BlockManager:
             kind = "none" if end is None else "whole" if end == home.span.end else "part"
             self.metrics.add("blocks_total", found=kind)
 
+    def _may_take_path(self, state: RequestState) -> bool:
+        """Under a sparse layer plan an unmarked request has a path too: the answers of earlier turns."""
+        unmarked = state.options.mode == "reuse" and state.usage.skipped_reason == "no_blocks"
+        return unmarked and self._layer_plan is not None
+
     def _find_path(self, req: Any, state: RequestState, start: int, end: int) -> list[Hit]:
         """The local path behind the exact prefix [0, start), locked: what an earlier turn left, if it did.
 
@@ -144,8 +150,9 @@ class BlockManager:
         tokens = req.full_untruncated_fill_ids
         namespace = path_namespace(tokens[:start], _namespace(req), self._fingerprint(state.options))
         length, node = self._tree.lookup(tokens[start:end], namespace)
-        asks = POLICIES[state.options.policy].needs == "question"
-        if length < 1 or (asks and start + length < state.options.spans[-1].end + MAX_QUESTION_TOKENS):
+        asks = POLICIES[state.options.policy].needs == "question" and state.options.spans
+        block_end = state.options.spans[-1].end if state.options.spans else start
+        if length < 1 or (asks and start + length < block_end + MAX_QUESTION_TOKENS):
             return []
         held = Interval(start, start + length)
         lock = self._tree.lock(node)
@@ -166,7 +173,7 @@ class BlockManager:
             state.usage.policy = policy
             return
         self._unlock(state)
-        if hits:
+        if hits and state.may_reuse():
             state.usage.skipped_reason = "cost_gate" if plan.copies else "all_repaired"
 
     def replan(self, req: Any, plan: BlockPlan, *, policy: str | None = None) -> None:
@@ -225,11 +232,22 @@ class BlockManager:
 
     def path_of(self, req: Any) -> tuple[int, Namespace] | None:
         """Where the request's local path begins and the namespace to publish it in; None where it has none."""
-        state: RequestState | None = getattr(req, "blockreuse", None)
-        if state is None or state.first_local is None or state.usage.skipped_reason is not None:
+        start = self.local_from(req)
+        if start is None or req.blockreuse.usage.skipped_reason == "internal_error":
             return None
-        before = req.full_untruncated_fill_ids[: state.first_local]
-        return state.first_local, path_namespace(before, _namespace(req), self._fingerprint(state.options))
+        before = req.full_untruncated_fill_ids[:start]
+        return start, path_namespace(before, _namespace(req), self._fingerprint(req.blockreuse.options))
+
+    def local_from(self, req: Any) -> int | None:
+        """First position of the row whose KV a full prefill and dense decode would not give; None: there is none.
+
+        What sparse decode writes depends on what it did not read, so it is local from the answer on.
+        """
+        state: RequestState | None = getattr(req, "blockreuse", None)
+        if state is None or self._layer_plan is None or state.options.mode == "exact":
+            return None if state is None else state.first_local
+        answer = len(req.origin_input_ids)
+        return answer if state.first_local is None else min(answer, state.first_local)
 
     def homes_of(self, req: Any) -> list[tuple[array[int], Namespace]]:
         """Keys of the homes of the request's blocks, for the tree's order of eviction."""

@@ -158,6 +158,19 @@ class TestText:
         pieces = [leading, DOCS[2], DOCS[1], DOCS[0], QUESTION + "<|im_end|>\n<|im_start|>assistant\n"]
         assert ids == joined(tokenizer.encode(piece) for piece in pieces)
 
+    def test_the_next_turn_of_a_marked_chat_computes_what_is_new(self, server, client, tokenizer):
+        """Also where the first turn stands on moved documents: its path is found again."""
+        messages = [{"role": "user", "content": with_separators((0, 1, 2), leading="")}]
+        self.chat(client, messages)
+        messages = [{"role": "user", "content": with_separators((2, 1, 0), leading="")}]
+        first, ids = self.chat(client, messages)
+        assert first["reused_tokens"] > 0
+        messages += [{"role": "assistant", "content": "No."}, {"role": "user", "content": "Are you sure?"}]
+        second, more = self.chat(client, messages)
+        assert more[: len(ids)] == ids
+        computed = second["fresh_tokens"] + second["repaired_tokens"]
+        assert computed <= len(more) - len(ids)
+
     @pytest.mark.parametrize(
         "content",
         [

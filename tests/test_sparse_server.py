@@ -223,13 +223,13 @@ class TestBothFeatures:
         assert risen(server, before, "tokens_total reused") == found["reused_tokens"]
 
     def test_what_sparse_decode_wrote_is_found_by_the_next_turn_and_by_no_exact_request(self, server):
-        answer = ask(server, LONG, new_tokens=8)
+        answer = ask(server, LONG, new_tokens=40)
         turn = LONG + answer["output_ids"] + SHORT
         exact = usage(ask(server, turn, new_tokens=1, blockreuse_mode="exact", cache_salt="none"))
         assert exact["prefix_tokens"] == 0
         found = usage(ask(server, turn, new_tokens=1))
         assert found["prefix_tokens"] == len(LONG), "the prompt, which dense prefill wrote"
-        assert found["reused_tokens"] == 7, "the answer but for its last token, which was never decoded"
+        assert found["reused_tokens"] == 39, "the answer but for its last token, which was never decoded"
         exact = usage(ask(server, turn, new_tokens=1, blockreuse_mode="exact"))
         assert exact["prefix_tokens"] == len(LONG), "and nothing of the answer"
 

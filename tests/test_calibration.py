@@ -196,7 +196,19 @@ def test_calibrate_writes_a_plan_that_loads_and_a_report(model_path, tmp_path, c
         "--rows",
         "4",
     ]
-    words += ["--lengths", "300", "340", "--final-k", "80", "--pool-size", "120", "--name", "found"]
+    words += [
+        "--texts",
+        "1",
+        "--lengths",
+        "300",
+        "340",
+        "--final-k",
+        "80",
+        "--pool-size",
+        "120",
+        "--name",
+        "found",
+    ]
     words += ["--start", "F" * 30]
     assert main(words) == 0
     plan = load_plan(tmp_path / "plan.yaml")

@@ -43,10 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sink", type=int, default=4)
     parser.add_argument("--window", type=int, default=64)
     parser.add_argument("--min-seq-len", type=int, default=1024, help="of the plan that is written")
-    parser.add_argument("--rows", type=int, default=24, help="forced decode rows per text (default: 24)")
+    parser.add_argument("--rows", type=int, default=32, help="forced decode rows per text (default: 32)")
     parser.add_argument("--lengths", type=int, nargs=2, default=(2000, 3600), metavar=("LOW", "HIGH"))
     parser.add_argument(
-        "--texts", type=int, default=1, help="texts of each kind, for the search and for judging"
+        "--texts", type=int, default=2, help="texts of each kind, searched and judged (default: 2)"
     )
 
 

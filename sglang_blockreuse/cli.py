@@ -1,7 +1,8 @@
 """The command `sglang-blockreuse`: one file per command in sglang_blockreuse/commands/.
 
 A command module has `HELP` (one line), `add_arguments(parser)` and `run(arguments) -> exit status`.
-`serve` is the exception: everything after it belongs to SGLang, so it gets the words as they stand.
+Those of HANDED_ON get the words as they stand: what follows `serve` belongs to SGLang, what follows
+`calibrate-blocks` to a script that is no part of the wheel.
 """
 
 from __future__ import annotations
@@ -15,16 +16,15 @@ from typing import Any
 from . import __version__
 
 # In the order of `--help`; the name of a command is the name of its module.
-COMMANDS = ("serve", "model", "check", "plan", "calibrate", "demo")
+COMMANDS = ("serve", "model", "check", "demo", "compile", "plan", "calibrate", "calibrate-blocks", "bench")
+HANDED_ON = ("serve", "calibrate-blocks")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; 2 for words that make no command."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["serve"]:
-        from .commands import serve
-
-        return serve.run(words[1:])
+    if words and words[0] in HANDED_ON:
+        return int(_load(words[0]).run(words[1:]))
     arguments = build_parser().parse_args(words)
     return int(arguments.run(arguments))
 

@@ -25,15 +25,18 @@ class BlocksConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_o
     tau: int | None = None  # tokens repaired on each side of a seam; null: spend `budget` evenly
     # what may be repaired: a share of the block tokens, or from 32 on a number of tokens; used when tau is null
     budget: float = 0.05
-    compile: Literal["before", "off"] = "before"  # prefill unseen blocks before the request, or never
+    # how unseen blocks become reusable, see blocks/compile.py
+    compile: Literal["before", "background", "manual", "off", "harvest"] = "before"
     # auto: the text before the first block, or the model's BOS where a block stands at position 0
     compile_prefix: Literal["auto", "leading", "bos", "none"] = "auto"
-    separator: str | None = None  # reserved
-    auto: bool = False  # reserved
+    compile_prefix_text: str | None = None  # one neutral text for all requests, in place of compile_prefix
+    separator: str | None = None  # text that stands between documents; cut out of the prompt
+    parts: bool = False  # text parts of a chat message with at least two of them are blocks
+    auto: bool = False  # find blocks in unmarked prompts: what was served exactly before
     alpha: float = 0.0  # logit term on local keys
     beta: float = 0.0  # logit term on false sinks
     num_true_sinks: int = 4  # leading tokens of a block that count as sinks
-    # mean deviation of repaired keys, |k_new - k_old| / |k_new|, above which more is repaired; null: no guard
+    # bound on what `blocks/guard.py` measures for `policy`, above which more is repaired; null: no guard
     guard: float | None = None
     min_block_tokens: int = 32  # shorter blocks are computed, which costs less than looking them up
 
@@ -58,8 +61,6 @@ class Config(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=Tr
 
 
 KEYS = BlocksConfig.__struct_fields__
-RESERVED = ("separator", "auto")  # names that later versions give a meaning
-
 # Between 1 and this a budget is refused: whoever writes 5 means percent.
 MIN_BUDGET_TOKENS = 32
 BUDGET_RULE = f"a share from 0 to 1, or a whole number of tokens from {MIN_BUDGET_TOKENS} on"
@@ -100,8 +101,7 @@ def _read(path: Path) -> Config:
         return msgspec.yaml.decode(raw, type=Config)
     except msgspec.ValidationError as error:
         raise ConfigError(
-            f"{path}: {error}. Allowed keys: blocks {{{', '.join(k for k in KEYS if k not in RESERVED)}}}, "
-            "layers {plan}, kernels, strict."
+            f"{path}: {error}. Allowed keys: blocks {{{', '.join(KEYS)}}}, layers {{plan}}, kernels, strict."
         ) from None
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path}: neither YAML nor JSON: {error}. Mend the file at that place.") from None
@@ -120,11 +120,29 @@ def _check(config: Config, source: str) -> None:
     if not is_budget(blocks.budget):
         fail("budget", blocks.budget, f"it must be {BUDGET_RULE}", "Use 0.05 for five percent.")
     if blocks.guard is not None and not (math.isfinite(blocks.guard) and blocks.guard > 0):
-        fail("guard", blocks.guard, "it bounds a relative deviation, above 0", "Use null for no guard.")
+        fail("guard", blocks.guard, "it is a bound above 0", "Use null for no guard.")
     if blocks.min_block_tokens < 1:
         fail("min_block_tokens", blocks.min_block_tokens, "a block has at least one token", "Use 1 or more.")
     if blocks.num_true_sinks < 0:
         fail("num_true_sinks", blocks.num_true_sinks, "it counts tokens", "Use 0 or more.")
+    if blocks.separator is not None and (
+        not blocks.separator or blocks.separator != blocks.separator.strip()
+    ):
+        fail(
+            "separator",
+            blocks.separator,
+            "it must hold text and neither begin nor end with white space, which chat templates trim away",
+            "Use a text that no document holds, for example '<<<document>>>'.",
+        )
+    if blocks.compile_prefix_text is not None and not blocks.compile_prefix_text:
+        fail("compile_prefix_text", "", "an empty text is no prefix", "Use compile_prefix: none.")
+    if blocks.compile_prefix_text is not None and blocks.compile_prefix != "auto":
+        fail(
+            "compile_prefix",
+            blocks.compile_prefix,
+            "compile_prefix_text decides what stands in front of homes",
+            "Leave one of the two keys out.",
+        )
     for key in ("alpha", "beta"):
         value = getattr(blocks, key)
         if not math.isfinite(value) or value > 0:
@@ -133,12 +151,4 @@ def _check(config: Config, source: str) -> None:
                 value,
                 "it takes weight away from unrepaired keys: finite and not above 0",
                 "Use 0 for off.",
-            )
-    for key in RESERVED:
-        if getattr(blocks, key):
-            fail(
-                key,
-                getattr(blocks, key),
-                "this version finds blocks by blockreuse_spans only",
-                "Leave the key out.",
             )

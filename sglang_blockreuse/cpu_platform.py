@@ -43,6 +43,11 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_default_attention_backend(self) -> str:
         return ATTENTION_BACKENDS[0]
 
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        # with several ranks SGLang compiles the embedding's mask at the first step, and inductor would
+        # need a C++ compiler and minutes for a handful of small operations
+        return "eager"
+
     def get_current_memory_usage(self, device: Any = None) -> float:
         """Bytes that are not free for this process; total minus this is what SGLang takes as free."""
         return float(self.get_device_total_memory() - free_memory_bytes())

@@ -39,8 +39,10 @@ def create_radix_cache(ctx: Any) -> Any:
         config=config,
         tree=cache,
         bos=_bos(ctx.model_config),
+        neutral_prefix=_neutral_prefix(config),
         pool_size=int(ctx.params.token_to_kv_pool_allocator.size),
         metrics=metrics,
+        layer_plan=_sparse_plan(ctx.tp_worker.model_runner.attn_backend),
         off_reason=off_reason,
     )
     cache.steps = PrefillSteps(
@@ -145,6 +147,12 @@ def _loader(ctx: Any, config: Config) -> tuple[KvLoader | None, str | None]:
     return KvLoader(pool.k_buffer, pool.v_buffer, groups, Dispatcher(config.kernels)), None
 
 
+def _sparse_plan(backend: Any) -> str | None:
+    """Fingerprint of the layer plan that decode runs under; None where every layer reads everything."""
+    sparse = getattr(backend, "sparse", None)
+    return None if sparse is None else str(sparse.plan.fingerprint)
+
+
 def _join_backend(backend: Any, cache: Any, metrics: Metrics) -> None:
     """Let the attention backend know which requests decode dense, and count where the server counts."""
     cache.row_modes = getattr(backend, "row_modes", None)
@@ -189,6 +197,30 @@ def _check_pool(pool: Any) -> None:
 def _bos(model_config: Any) -> int | None:
     bos = getattr(model_config.hf_config, "bos_token_id", None)
     return bos if isinstance(bos, int) else None
+
+
+def _neutral_prefix(config: Config) -> tuple[int, ...] | None:
+    """Tokens of `blocks.compile_prefix_text`, encoded like a prompt. Raises UnsupportedServer."""
+    from sglang.srt.runtime_context import get_model, get_serving
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+    text = config.blocks.compile_prefix_text
+    if text is None:
+        return None
+    serving, model = get_serving(), get_model()
+    if serving.skip_tokenizer_init:
+        raise UnsupportedServer(
+            f"blocks.compile_prefix_text is {text!r}, but --skip-tokenizer-init leaves nothing to encode it with. "
+            "Drop the flag, or use blocks.compile_prefix."
+        )
+    tokenizer = get_tokenizer(
+        serving.tokenizer_path,
+        tokenizer_mode=serving.tokenizer_mode,
+        trust_remote_code=model.trust_remote_code,
+        revision=model.revision,
+        tokenizer_backend=serving.tokenizer_backend,
+    )
+    return tuple(tokenizer.encode(text))
 
 
 def _metric_labels(ctx: Any) -> dict[str, Any] | None:

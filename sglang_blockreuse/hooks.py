@@ -42,6 +42,7 @@ def internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
     result.internal_state["blockreuse"] = {
         "pool": cache.accounting(),
         "counts": dict(cache.blocks.metrics.counts),
+        "index": cache.blocks.arrivals.index_size(),
     }
     return result
 

@@ -168,6 +168,48 @@ CONTRACT: tuple[HostName, ...] = (
         ("self", "forward_batch"),
     ),
     HostName(
+        _SRT + "arg_groups.resolution_hooks.register_resolution_hook",
+        "registry",
+        "settings are checked and marks are read, with and without a command line",
+        ("name",),
+    ),
+    HostName(
+        _SRT + "managers.tokenizer_manager.TokenizerManager._tokenize_one_request",
+        "hook",
+        "cut text at separators",
+        ("self", "obj"),
+    ),
+    HostName(
+        _SRT + "managers.tokenizer_manager.TokenizerManager._batch_tokenize_and_process",
+        "hook",
+        "the same for batches",
+        ("self", "batch_size", "obj"),
+    ),
+    HostName(
+        _SRT + "entrypoints.openai.serving_chat.OpenAIServingChat._process_messages",
+        "hook",
+        "mark content parts, hand spans on",
+        ("self", "request", "is_multimodal"),
+    ),
+    HostName(
+        _SRT + "entrypoints.openai.parallel_prompt_encode.parallel_prompt_encode",
+        "hook",
+        "cut the rendered chat template",
+        ("tokenizer", "text", "encode_kwargs"),
+    ),
+    HostName(
+        _SRT + "managers.io_struct.GenerateReqInput",
+        "call",
+        "text, input_ids and sampling_params of a request",
+    ),
+    HostName(_SRT + "entrypoints.http_server.app", "call", "the application of tokenizer workers"),
+    HostName(
+        _SRT + "utils.hf_transformers_utils.get_tokenizer",
+        "call",
+        "tokenise the configured compile prefix",
+        ("tokenizer_name",),
+    ),
+    HostName(
         _SRT + "layers.attention.base_attn_backend.AttentionBackend.forward_extend",
         "subclass",
         "attention on the CPU",
@@ -221,6 +263,12 @@ CONTRACT: tuple[HostName, ...] = (
         "subclass",
         "defaults where the user gave none",
         ("self", "server_args"),
+    ),
+    HostName(
+        _SRT + "platforms.interface.SRTPlatform.get_compile_backend",
+        "subclass",
+        "no C++ compiler at run time",
+        ("self", "mode"),
     ),
     HostName(_SRT + "arg_groups.overrides.model_config_of", "call", "refuse models by what they are"),
     HostName(_SRT + "platforms.cpu.CpuDeviceMixin", "subclass", "device operations of the CPU"),
@@ -294,30 +342,72 @@ def sum_over_ranks(values: Any) -> Any:
 
 
 def install_hooks() -> None:
-    """Register and apply the scheduler-side hooks; idempotent.
-
-    SGLang logs and goes on where a hook does not apply. We do not: raises HostContractError.
-    """
+    """Register and apply the scheduler-side hooks; idempotent. Raises HostContractError."""
     from sglang.srt.environ import envs
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins.hook_registry import HookType
 
     from . import hooks
 
-    targets: dict[str, tuple[Callable[..., Any], HookType]] = {
-        "managers.scheduler.Scheduler.get_prefill_adder_class": (hooks.prefill_adder_class, HookType.AFTER),
-        "managers.scheduler.Scheduler.get_output_streamer_class": (
-            hooks.output_streamer_class,
-            HookType.AFTER,
-        ),
-        "managers.scheduler.Scheduler._add_request_to_queue": (hooks.add_request_to_queue, HookType.AROUND),
-        "managers.scheduler.Scheduler.get_internal_state": (hooks.internal_state, HookType.AFTER),
-        "model_executor.forward_batch_info.ForwardBatch.init_new": (
-            hooks.init_forward_batch,
-            HookType.AROUND,
-        ),
-        "layers.logits_processor.LogitsMetadata.from_forward_batch": (hooks.logits_metadata, HookType.AROUND),
-        "model_executor.model_runner.ModelRunner.forward": (hooks.after_model_forward, HookType.AFTER),
-    }
+    _install(
+        {
+            "managers.scheduler.Scheduler.get_prefill_adder_class": (
+                hooks.prefill_adder_class,
+                HookType.AFTER,
+            ),
+            "managers.scheduler.Scheduler.get_output_streamer_class": (
+                hooks.output_streamer_class,
+                HookType.AFTER,
+            ),
+            "managers.scheduler.Scheduler._add_request_to_queue": (
+                hooks.add_request_to_queue,
+                HookType.AROUND,
+            ),
+            "managers.scheduler.Scheduler.get_internal_state": (hooks.internal_state, HookType.AFTER),
+            "model_executor.forward_batch_info.ForwardBatch.init_new": (
+                hooks.init_forward_batch,
+                HookType.AROUND,
+            ),
+            "layers.logits_processor.LogitsMetadata.from_forward_batch": (
+                hooks.logits_metadata,
+                HookType.AROUND,
+            ),
+            "model_executor.model_runner.ModelRunner.forward": (hooks.after_model_forward, HookType.AFTER),
+        }
+    )
+    # one row per request is all that the eager runner's static input buffers hold
+    envs.SGLANG_EAGER_INPUT_NO_COPY.set(True)
+
+
+def install_tokenizer_hooks() -> None:
+    """Register and apply the hooks of processes that tokenise; idempotent. Raises HostContractError."""
+    from sglang.srt.plugins.hook_registry import HookType
+
+    from . import tokenizer_hooks
+
+    manager, openai = "managers.tokenizer_manager.TokenizerManager.", "entrypoints.openai."
+    _install(
+        {
+            manager + "_tokenize_one_request": (tokenizer_hooks.tokenize_one, HookType.AROUND),
+            manager + "_batch_tokenize_and_process": (tokenizer_hooks.tokenize_batch, HookType.AROUND),
+            openai + "serving_chat.OpenAIServingChat._process_messages": (
+                tokenizer_hooks.process_messages,
+                HookType.AROUND,
+            ),
+            openai + "parallel_prompt_encode.parallel_prompt_encode": (
+                tokenizer_hooks.encode_prompt,
+                HookType.AROUND,
+            ),
+        }
+    )
+
+
+def _install(targets: dict[str, tuple[Callable[..., Any], Any]]) -> None:
+    """Register and apply hooks below `sglang.srt`.
+
+    SGLang logs and goes on where a hook does not apply. We do not: raises HostContractError.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
     for target, (hook, kind) in targets.items():
         if _SRT + target not in HookRegistry._patched:
             HookRegistry.register(_SRT + target, hook, kind)
@@ -328,5 +418,3 @@ def install_hooks() -> None:
             f"blockreuse: SGLang did not apply the hooks on {', '.join(missing)}. "
             "Another plug-in may have replaced them; run `sglang-blockreuse check`."
         )
-    # one row per request is all that the eager runner's static input buffers hold
-    envs.SGLANG_EAGER_INPUT_NO_COPY.set(True)

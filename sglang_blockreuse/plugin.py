@@ -13,6 +13,7 @@ NAME = "blockreuse"
 
 def register() -> None:
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.mem_cache.registry import get_radix_cache_factory, register_radix_cache_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -22,6 +23,7 @@ def register() -> None:
     add_attention_backend_choices([NAME])
     register_attention_backend(NAME)(_attention_backend)
     register_radix_cache_backend(NAME, _radix_cache)
+    register_resolution_hook("handle_other_validations")(_resolve)
     HookRegistry.register("sglang.srt.server_args.ServerArgs.add_cli_args", _add_cli_args, HookType.AFTER)
     HookRegistry.register("sglang.srt.server_args.ServerArgs.from_cli_args", _from_cli_args, HookType.AROUND)
 
@@ -36,6 +38,15 @@ def _radix_cache(ctx: Any) -> Any:
     from .factory import create_radix_cache
 
     return create_radix_cache(ctx)
+
+
+def _resolve(server_args: Any, previous: Any) -> None:
+    """The one step that every launch takes in the process that tokenises, with or without a command line."""
+    previous(server_args)
+    if server_args.radix_cache_backend == NAME:
+        from .settings import prepare_tokenizer
+
+        prepare_tokenizer(server_args)
 
 
 def _add_cli_args(result: Any, parser: Any) -> None:

@@ -19,7 +19,6 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from .blocks.manager import BlockManager, plan_of
 from .blocks.match import Namespace
 from .blocks.step import PrefillSteps
-from .types import RequestState
 
 
 class BlockReuseCache(UnifiedRadixCache):
@@ -45,9 +44,10 @@ class BlockReuseCache(UnifiedRadixCache):
         local KV must never be found by a request that asked for exact KV, and the tree would
         repoint an exact request's row onto it (its insert removes duplicates by token ids).
         """
-        state: RequestState | None = getattr(req, "blockreuse", None)
-        first_local = None if state is None else state.first_local
-        super().checkpoint(req, up_to=up_to if first_local is None else min(up_to, first_local), **kwargs)
+        first_local = self.blocks.local_from(req)
+        exact_end = up_to if first_local is None else min(up_to, first_local)
+        super().checkpoint(req, up_to=exact_end, **kwargs)
+        self.blocks.arrivals.computed(req, up_to=up_to, exact_end=exact_end)
         if req.finished():
             self._publish_path(req, up_to)
         plan = plan_of(req)

@@ -147,9 +147,11 @@ def accept_request(scheduler: Any, req: Req) -> list[Req]:
                 logprob_start_len=req.logprob_start_len,
             )
         jobs = manager.accept(req)
+        if req.blockreuse.options.mode == "compile":
+            _answer_only(req)
         if _queue_has_room(scheduler, len(jobs)):
             return [_home_request(scheduler, req, job) for job in jobs]
-        req.blockreuse.not_compiled = "queue_full"
+        manager.arrivals.compile_nothing(req, "queue_full")
     except RequestError as error:
         req.set_finish_with_abort(f"blockreuse: {error}", HTTPStatus.BAD_REQUEST, "BadRequestError")
     except Exception:
@@ -160,6 +162,19 @@ def accept_request(scheduler: Any, req: Req) -> list[Req]:
     for job in jobs:
         manager.compiler.ended(job.request_id)  # nobody will run it
     return []
+
+
+def _answer_only(req: Req) -> None:
+    """What is left of a compile request once its homes are queued: one token, behind what they compute anyway.
+
+    Raises RequestError for what such a request cannot answer.
+    """
+    if req.return_logprob:
+        raise RequestError("blockreuse_mode is compile, which answers no log-probabilities. Leave them out.")
+    # never empty: the model needs one token to answer behind
+    prefix = req.blockreuse.compile_prefix or req.origin_input_ids[:1]
+    req.origin_input_ids = req.origin_input_ids_unpadded = array("q", prefix)
+    req.sampling_params.max_new_tokens, req.sampling_params.min_new_tokens = 1, 0
 
 
 def _queue_has_room(scheduler: Any, num_homes: int) -> bool:

@@ -7,6 +7,8 @@ from typing import Any
 from .config import Config, ConfigError, load_config
 from .layers.plan_loader import LayerPlan, load_plan
 
+TOKENIZER_APP = "sglang_blockreuse.http_app:app"
+
 
 def config_of(server_args: Any) -> Config:
     """The configuration of a server. Raises ConfigError."""
@@ -28,6 +30,36 @@ def check_cli(server_args: Any) -> None:
             f"--page-size is {server_args.page_size}, but blocks are cut at single tokens. "
             "Use --page-size 1 with --radix-cache-backend blockreuse."
         )
+
+
+def prepare_tokenizer(server_args: Any) -> None:
+    """Make marks in text readable in the processes that tokenise. Raises ConfigError where they cannot be."""
+    from sglang.srt.environ import envs
+
+    from .host import install_tokenizer_hooks
+
+    blocks = config_of(server_args).blocks
+    keys = [key for key in ("separator", "parts") if getattr(blocks, key)]
+    if keys and envs.SGLANG_RUST_SERVER.get():
+        raise ConfigError(
+            f"blocks.{keys[0]} marks blocks in text, but with SGLANG_RUST_SERVER=1 text is tokenised where no "
+            "plug-in runs. Unset the variable, or leave the key out and send input_ids with blockreuse_spans."
+        )
+    if keys and server_args.skip_tokenizer_init:
+        raise ConfigError(
+            f"blocks.{keys[0]} marks blocks in text, but --skip-tokenizer-init takes the tokeniser away. "
+            "Drop the flag, or leave the key out and send input_ids with blockreuse_spans."
+        )
+    if (server_args.tokenizer_worker_num or 1) > 1:
+        path = envs.SGLANG_HTTP_SERVER_APP_PATH
+        if keys and path.is_set() and path.get() != TOKENIZER_APP:
+            raise ConfigError(
+                f"SGLANG_HTTP_SERVER_APP_PATH is {path.get()!r}, so tokenizer workers would not read "
+                f"blocks.{keys[0]}. Unset it, use --tokenizer-worker-num 1, or import {TOKENIZER_APP} in it."
+            )
+        if not path.is_set():
+            path.set(TOKENIZER_APP)
+    install_tokenizer_hooks()
 
 
 def runnable_plan(config: Config) -> LayerPlan | None:

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Mode = Literal["off", "exact", "reuse"]
+Mode = Literal["off", "exact", "reuse", "compile"]
 PATH = -1  # in place of a block's index: KV of a local path, which was repaired when it was made
-MODES: tuple[Mode, ...] = ("off", "exact", "reuse")
+MODES: tuple[Mode, ...] = ("off", "exact", "reuse", "compile")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -153,9 +153,11 @@ class Usage:
     reused_tokens: int = 0
     repaired_tokens: int = 0
     fresh_tokens: int = 0
+    compiled_tokens: int = 0  # block tokens of the homes that this request brought
     recompute_ratio: float = 0.0  # |T| / N, N = tokens up to the end of the last block
     skipped_reason: str | None = None
-    guard: str | None = None
+    # {"verdict": passed | raised | full, "measure": leftover | deviation, "value": float}; None where none judged
+    guard: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
@@ -171,10 +173,12 @@ class RequestState:
     plan: BlockPlan | None = None  # while the prompt is prefilled
     first_local: int | None = None  # from here on the row's KV is never published; outlives the plan
     not_compiled: str | None = None  # why unseen blocks of this request were left unseen
+    found_homes: Any = None  # list[Home] where the index chose them; None: the homes that compiling makes
     # slots of each plan segment's home tokens, int64 [len(segment)], position-aligned with the segment
     home_slots: list[Any] = field(default_factory=list)
     locks: list[Any] = field(default_factory=list)  # tree locks on the homes
     waits_for: set[str] = field(default_factory=set)  # ids of home requests that come first
+    waits_since: float | None = None  # seconds, monotonic; None where it waits for nothing
 
     def may_reuse(self) -> bool:
         return self.options.mode == "reuse" and self.usage.skipped_reason is None

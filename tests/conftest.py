@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from nursery import Nursery
+from servers import shared_nursery
 
 from sglang_blockreuse.model import ensure_model
 
@@ -18,3 +20,9 @@ settings.load_profile("no deadline")
 def model_path() -> Path:
     """Folder of the real model, SmolLM2-135M-Instruct in bfloat16; fetched and converted on first use."""
     return ensure_model()
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Nursery:
+    """Starts servers in seconds."""
+    return shared_nursery()

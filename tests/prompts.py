@@ -13,8 +13,8 @@ from servers import Server
 ORDINARY = range(100, 40_000)
 
 
-def random_ids(num: int, rng: random.Random) -> list[int]:
-    return [rng.choice(ORDINARY) for _ in range(num)]
+def random_ids(num: int, rng: random.Random, ids: range = ORDINARY) -> list[int]:
+    return [rng.choice(ids) for _ in range(num)]
 
 
 @dataclass
@@ -25,15 +25,16 @@ class Library:
     system_len: int = 40
     doc_lens: Sequence[int] = (120, 90, 140, 110)
     question_len: int = 20
+    ids: range = ORDINARY
     system: list[int] = field(init=False)
     docs: list[list[int]] = field(init=False)
     question: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         rng = random.Random(self.seed)
-        self.system = random_ids(self.system_len, rng)
-        self.docs = [random_ids(n, rng) for n in self.doc_lens]
-        self.question = random_ids(self.question_len, rng)
+        self.system = random_ids(self.system_len, rng, self.ids)
+        self.docs = [random_ids(n, rng, self.ids) for n in self.doc_lens]
+        self.question = random_ids(self.question_len, rng, self.ids)
 
     def prompt(self, order: Sequence[int]) -> tuple[list[int], list[int]]:
         """(token ids, flat spans of the documents)."""

@@ -21,6 +21,7 @@ USAGE_KEYS = {
     "reused_tokens",
     "repaired_tokens",
     "fresh_tokens",
+    "compiled_tokens",
     "recompute_ratio",
     "skipped_reason",
     "guard",

@@ -91,6 +91,8 @@ def test_the_metric_names_are_frozen():
         "requests_total": ("outcome",),
         "homes_total": (),
         "home_tokens_total": (),
+        "home_wait_seconds_total": (),
+        "blocks_total": ("found",),
         "rows_total": (),
         "copied_tokens_total": (),
         "copy_seconds_total": (),

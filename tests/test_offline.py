@@ -18,7 +18,7 @@ import json, sys
 import sglang
 
 if __name__ == "__main__":
-    model, cases = json.load(sys.stdin)
+    model, cases, texts = json.load(sys.stdin)
     engine = sglang.Engine(
         model_path=model,
         radix_cache_backend="blockreuse",
@@ -29,6 +29,9 @@ if __name__ == "__main__":
         params = {"temperature": 0, "max_new_tokens": 2, "custom_params": {"blockreuse_spans": spans}}
         answer = engine.generate(input_ids=ids, sampling_params=params)
         print("USAGE", json.dumps(answer["meta_info"]["blockreuse"][0]))
+    for text in texts:
+        answer = engine.generate(prompt=text, sampling_params={"temperature": 0, "max_new_tokens": 2})
+        print("USAGE", json.dumps(answer["meta_info"]["blockreuse"][0]))
     engine.shutdown()
 """
 
@@ -37,12 +40,14 @@ def test_the_offline_engine_reuses_blocks(model_path, tmp_path):
     library = Library(seed=8)
     cases = [library.prompt(order) for order in ((0, 1, 2), (2, 1, 0))]
     config = tmp_path / "blockreuse.json"
-    config.write_text(json.dumps({"blocks": {"tau": 3}}))
+    config.write_text(json.dumps({"blocks": {"tau": 3, "separator": "<doc>"}}))
+    documents = [f"{word} " * 60 for word in ("river", "bridge", "museum")]
+    texts = ["<doc>".join(["Answer.\n", *(documents[i] for i in o), "Why?"]) for o in ((0, 1, 2), (2, 1, 0))]
     script = tmp_path / "offline.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, str(script)],
-        input=json.dumps([str(model_path), cases]),
+        input=json.dumps([str(model_path), cases, texts]),
         env={**os.environ, CONFIG_ENV: str(config)},
         capture_output=True,
         text=True,
@@ -50,7 +55,7 @@ def test_the_offline_engine_reuses_blocks(model_path, tmp_path):
         check=False,
     )
     usages = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("USAGE ")]
-    assert len(usages) == len(cases), done.stderr[-3000:]
+    assert len(usages) == len(cases) + len(texts), done.stderr[-3000:]
     # two blocks behind the first, three tokens repaired on each side of their seams
-    assert [u["repaired_tokens"] for u in usages] == [12, 12]
+    assert [u["repaired_tokens"] for u in usages] == [12, 12, 12, 12]
     assert all(u["reused_tokens"] > 0 for u in usages)

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import layouts
 
-from sglang_blockreuse.blocks.plan import build_plan, merge, subtract
+from sglang_blockreuse.blocks.manager import pays
+from sglang_blockreuse.blocks.plan import MAX_RUNS, build_plan, merge, subtract
 from sglang_blockreuse.blocks.policy import deal
 from sglang_blockreuse.types import BlockOptions, BlockPlan, Interval, LocalSegment
 
@@ -135,3 +136,22 @@ def test_subtract_is_the_difference(pairs):
     holes = merge(Interval(min(p), max(p)) for p in pairs)
     rest = subtract(Interval(3, 50), holes)
     assert positions(rest) == [p for p in range(3, 50) if p not in positions(holes)]
+
+
+def test_runs_beyond_the_row_limit_are_joined_over_the_shortest_copies():
+    spans = [Interval(10 + 12 * i, 20 + 12 * i) for i in range(MAX_RUNS + 50)]
+    segments = [LocalSegment(s, delta=0, block=i, block_start=s.start) for i, s in enumerate(spans)]
+    options = BlockOptions(mode="reuse", spans=tuple(spans), policy="seam", tau=None, budget=0.0)
+    end = spans[-1].end + 5
+    plan = build_plan(segments, start=0, end=end, options=options)
+    assert len(plan.runs) == MAX_RUNS
+    covered = positions(plan.runs) + positions(c.interval for c in plan.copies)
+    assert sorted(covered) == list(range(end))
+
+
+def test_reuse_has_to_pay_for_its_rows():
+    assert pays(plan_of_blocks(100, prefix=10, question=10))
+    assert not pays(plan_of_blocks(12, prefix=10, question=10)), "a handful of tokens"
+    comb = plan_of_blocks(*[3] * 60, prefix=10, question=10, tau=1)
+    assert len(comb.runs) > 60
+    assert not pays(comb), "one token saved for every row"

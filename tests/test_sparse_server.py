@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import requests
-from prompts import ask, distance, random_ids
+from prompts import Library, ask, distance, random_ids, usage
 from servers import extended_server
 from tolerances import FULL_PREFILL_LOGPROB
 
@@ -206,3 +206,35 @@ def test_a_sparse_plan_needs_the_radix_cache_that_keeps_its_kv_apart(model_path,
         extended_server(model_path, *FLAGS, *flags, log=tmp_path / "server.log"),
     ):
         pass
+
+
+class TestBothFeatures:
+    """Document blocks and a layer plan in one request."""
+
+    def test_a_marked_request_decodes_under_the_plan(self, server):
+        library = Library(seed=21)
+        ids, spans = library.prompt((0, 1, 2, 3))
+        ask(server, ids, new_tokens=1, blockreuse_spans=spans)
+        before = counts(server)
+        other, spans = library.prompt((2, 0, 3, 1))
+        found = usage(ask(server, other, new_tokens=8, blockreuse_spans=spans, blockreuse_budget=0.1))
+        assert found["reused_tokens"] > 250
+        assert risen(server, before, "decode_rows_total sparse") == 7, "one step for each token but the first"
+        assert risen(server, before, "tokens_total reused") == found["reused_tokens"]
+
+    def test_what_sparse_decode_wrote_is_found_by_the_next_turn_and_by_no_exact_request(self, server):
+        answer = ask(server, LONG, new_tokens=40)
+        turn = LONG + answer["output_ids"] + SHORT
+        exact = usage(ask(server, turn, new_tokens=1, blockreuse_mode="exact", cache_salt="none"))
+        assert exact["prefix_tokens"] == 0
+        found = usage(ask(server, turn, new_tokens=1))
+        assert found["prefix_tokens"] == len(LONG), "the prompt, which dense prefill wrote"
+        assert found["reused_tokens"] == 39, "the answer but for its last token, which was never decoded"
+        exact = usage(ask(server, turn, new_tokens=1, blockreuse_mode="exact"))
+        assert exact["prefix_tokens"] == len(LONG), "and nothing of the answer"
+
+    def test_the_pool_is_whole_afterwards(self, server):
+        ask(server, LONG, new_tokens=8)
+        pool = server.get("/server_info")["internal_states"][0]["blockreuse"]["pool"]
+        assert pool["free"] + pool["evictable"] == pool["size"]
+        assert pool["protected"] == 0

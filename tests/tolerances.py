@@ -54,3 +54,9 @@ REFERENCE = {
     "float64": (1e-12, 1e-12),
     "float32 angles": (1e-6, 1e-6),
 }
+
+# A key of magnitude ~4 moved by one float32 rotation against the same key encoded at the new position by another.
+MOVED_KEY = (2e-5, 0.0)
+
+# The identity chapter's own bar for a two-layer decoder in float64; it measured 2.2e-16.
+CHAPTER = (1e-10, 1e-10)

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import logging
+import time
 from array import array
 from collections.abc import Sequence
 from typing import Any
 
 from ..config import Config
 from ..metrics import Metrics
-from ..types import PATH, BlockOptions, BlockPlan, Interval, LocalSegment, RequestState, Usage
+from ..types import PATH, BlockOptions, BlockPlan, Interval, LocalSegment, RequestState
+from .arrive import Arrivals, namespace_of
 from .compile import Compiler, HomeJob
 from .match import Hit, Namespace, Tree, find
 from .paths import fingerprint, path_namespace
 from .plan import build_plan
 from .policy import POLICIES
 from .probe import MAX_QUESTION_TOKENS
-from .request import parse_options
-from .split import Home, compile_prefix, homes
+from .split import Home
 
 logger = logging.getLogger(__name__)
 
-# Share of the KV pool that one request and its unseen homes may fill together; beyond it the
-# homes would push out what they are compiled for.
-MAX_COMPILE_SHARE = 0.8
 # What a further row costs in attention and bookkeeping, and what taking over any KV costs, in computed tokens.
 ROW_COST_TOKENS = 1
 MIN_REUSED_TOKENS = 16
@@ -36,6 +34,8 @@ ADMISSION_VERDICTS = (
     "blocks_too_short",
     "pool_too_small",
     "compile_off",
+    "compile_background",
+    "compile_manual",
     "queue_full",
     "cost_gate",
 )
@@ -58,66 +58,29 @@ class BlockManager:
         metrics: Metrics,
         layer_plan: str | None = None,
         off_reason: str | None = None,
+        neutral_prefix: tuple[int, ...] | None = None,
     ) -> None:
         self.config = config.blocks
         self.metrics = metrics
         self.compiler = Compiler()
         self._tree = tree
-        self._bos = bos
-        self._pool_size = pool_size
-        self._off_reason = off_reason
+        self.arrivals = Arrivals(
+            config=self.config,
+            tree=tree,
+            compiler=self.compiler,
+            metrics=metrics,
+            bos=bos,
+            pool_size=pool_size,
+            off_reason=off_reason,
+            neutral_prefix=neutral_prefix,
+        )
         self._layer_plan = layer_plan
 
     # -- arrival ---------------------------------------------------------------------------
 
     def accept(self, req: Any) -> list[HomeJob]:
-        """Read the request's marks and decide which homes come first.
-
-        Hangs a RequestState on the request. Raises RequestError on malformed marks.
-        """
-        options = parse_options(
-            req.sampling_params.custom_params, prompt_len=len(req.origin_input_ids), config=self.config
-        )
-        state = RequestState(options, Usage(mode=options.mode, policy=options.policy))
-        req.blockreuse = state
-        state.usage.skipped_reason = self._skip_reason(req, options)
-        if not state.may_reuse():
-            return []
-        if all(len(span) < self.config.min_block_tokens for span in options.spans):
-            state.not_compiled = "blocks_too_short"
-        state.compile_prefix = compile_prefix(
-            req.origin_input_ids, options.spans[0].start, config=self.config, bos=self._bos
-        )
-        if self.config.compile == "off":
-            state.not_compiled = "compile_off"
-            return []
-        wanted = self._homes(req, state)
-        num_tokens = len(req.origin_input_ids) + sum(len(h.span) for h in wanted)
-        if num_tokens > MAX_COMPILE_SHARE * self._pool_size:
-            state.not_compiled = "pool_too_small"
-            return []
-        jobs, state.waits_for = self.compiler.jobs_for(self._tree, wanted, _namespace(req))
-        return jobs
-
-    def _skip_reason(self, req: Any, options: BlockOptions) -> str | None:
-        if options.mode != "reuse":
-            return f"mode_{options.mode}"
-        if self._off_reason is not None:
-            return self._off_reason
-        if not options.spans:
-            return "no_blocks"
-        if options.spans[-1].end > len(req.origin_input_ids):
-            return "prompt_replaced"
-        unsupported = {
-            "input_embeds": req.input_embeds is not None or req.positional_embed_overrides is not None,
-            "multimodal": req.multimodal_inputs is not None,
-            "session": req.session is not None,
-            "lora": req.lora_id is not None,
-            "hidden_states": bool(req.return_hidden_states),
-            "routed_experts": bool(getattr(req, "return_routed_experts", False)),
-            "beam_search": req.beam_group is not None,
-        }
-        return next((reason for reason, applies in unsupported.items() if applies), None)
+        """Read the request's marks and decide which homes come first, see arrive.py. Raises RequestError."""
+        return self.arrivals.accept(req)
 
     def ready(self, req: Any) -> bool:
         """Whether everything the request waits for has ended."""
@@ -125,7 +88,13 @@ class BlockManager:
         if state is None or not state.waits_for:
             return True
         state.waits_for = self.compiler.in_flight(state.waits_for)
-        return not state.waits_for
+        if state.waits_for:
+            state.waits_since = state.waits_since or time.monotonic()
+            return False
+        if state.waits_since is not None:
+            self.metrics.add("home_wait_seconds_total", time.monotonic() - state.waits_since)
+            state.waits_since = None
+        return True
 
     # -- admission -------------------------------------------------------------------------
 
@@ -145,22 +114,32 @@ class BlockManager:
             return
         self.release(req)
         state.first_local = None
-        if state.usage.skipped_reason in ADMISSION_VERDICTS:
+        if state.options.mode == "reuse" and state.usage.skipped_reason in ADMISSION_VERDICTS:
             state.usage.skipped_reason = None
         start, end = req.prefix_len, len(req.full_untruncated_fill_ids)
-        if state.may_reuse():
+        if state.may_reuse() or self._may_take_path(state):
             limit = min(end, _logprob_limit(req))
             hits = self._find_path(req, state, start, limit)
             covered = hits[-1].segment.interval.end if hits else start
-            hits += find(
-                self._tree,
-                self._homes(req, state),
-                start=covered,
-                end=limit,
-                namespace=_namespace(req),
-            )
+            homes = self._homes(req, state) if state.may_reuse() else []
+            wanted = [home for home in homes if home.span.end > covered]
+            found = find(self._tree, wanted, start=covered, end=limit, namespace=_namespace(req))
+            self._count(wanted, found)
+            hits += found
             self._adopt(state, hits, start=start, end=end)
         self._account(req, state)
+
+    def _count(self, wanted: Sequence[Home], found: Sequence[Hit]) -> None:
+        held = {hit.segment.block: hit.segment.interval.end for hit in found}
+        for home in wanted:
+            end = held.get(home.block)
+            kind = "none" if end is None else "whole" if end == home.span.end else "part"
+            self.metrics.add("blocks_total", found=kind)
+
+    def _may_take_path(self, state: RequestState) -> bool:
+        """Under a sparse layer plan an unmarked request has a path too: the answers of earlier turns."""
+        unmarked = state.options.mode == "reuse" and state.usage.skipped_reason == "no_blocks"
+        return unmarked and self._layer_plan is not None
 
     def _find_path(self, req: Any, state: RequestState, start: int, end: int) -> list[Hit]:
         """The local path behind the exact prefix [0, start), locked: what an earlier turn left, if it did.
@@ -171,8 +150,9 @@ class BlockManager:
         tokens = req.full_untruncated_fill_ids
         namespace = path_namespace(tokens[:start], _namespace(req), self._fingerprint(state.options))
         length, node = self._tree.lookup(tokens[start:end], namespace)
-        asks = POLICIES[state.options.policy].needs == "question"
-        if length < 1 or (asks and start + length < state.options.spans[-1].end + MAX_QUESTION_TOKENS):
+        asks = POLICIES[state.options.policy].needs == "question" and state.options.spans
+        block_end = state.options.spans[-1].end if state.options.spans else start
+        if length < 1 or (asks and start + length < block_end + MAX_QUESTION_TOKENS):
             return []
         held = Interval(start, start + length)
         lock = self._tree.lock(node)
@@ -193,7 +173,7 @@ class BlockManager:
             state.usage.policy = policy
             return
         self._unlock(state)
-        if hits:
+        if hits and state.may_reuse():
             state.usage.skipped_reason = "cost_gate" if plan.copies else "all_repaired"
 
     def replan(self, req: Any, plan: BlockPlan, *, policy: str | None = None) -> None:
@@ -252,11 +232,22 @@ class BlockManager:
 
     def path_of(self, req: Any) -> tuple[int, Namespace] | None:
         """Where the request's local path begins and the namespace to publish it in; None where it has none."""
-        state: RequestState | None = getattr(req, "blockreuse", None)
-        if state is None or state.first_local is None or state.usage.skipped_reason is not None:
+        start = self.local_from(req)
+        if start is None or req.blockreuse.usage.skipped_reason == "internal_error":
             return None
-        before = req.full_untruncated_fill_ids[: state.first_local]
-        return state.first_local, path_namespace(before, _namespace(req), self._fingerprint(state.options))
+        before = req.full_untruncated_fill_ids[:start]
+        return start, path_namespace(before, _namespace(req), self._fingerprint(req.blockreuse.options))
+
+    def local_from(self, req: Any) -> int | None:
+        """First position of the row whose KV a full prefill and dense decode would not give; None: there is none.
+
+        What sparse decode writes depends on what it did not read, so it is local from the answer on.
+        """
+        state: RequestState | None = getattr(req, "blockreuse", None)
+        if state is None or self._layer_plan is None or state.options.mode == "exact":
+            return None if state is None else state.first_local
+        answer = len(req.origin_input_ids)
+        return answer if state.first_local is None else min(answer, state.first_local)
 
     def homes_of(self, req: Any) -> list[tuple[array[int], Namespace]]:
         """Keys of the homes of the request's blocks, for the tree's order of eviction."""
@@ -274,12 +265,7 @@ class BlockManager:
             self._tree.unlock(lock)
 
     def _homes(self, req: Any, state: RequestState) -> list[Home]:
-        return homes(
-            req.origin_input_ids,
-            state.options.spans,
-            prefix=state.compile_prefix,
-            min_block_tokens=self.config.min_block_tokens,
-        )
+        return self.arrivals.homes(req, state)
 
 
 def pays(plan: BlockPlan) -> bool:
@@ -293,7 +279,7 @@ def plan_of(req: Any) -> BlockPlan | None:
 
 
 def _namespace(req: Any) -> Namespace:
-    return Namespace(req.extra_key, req.cache_salt)
+    return namespace_of(req)
 
 
 def _logprob_limit(req: Any) -> int:

@@ -93,7 +93,7 @@ def deviation(layout: Layout) -> list[Interval]:
 
 def query(layout: Layout) -> list[Interval]:
     """The positions of which the question takes up most."""
-    return _top(layout, _interest(layout), layout.budget_tokens)
+    return _top(layout, interest(layout), layout.budget_tokens)
 
 
 def head_and_query(layout: Layout) -> list[Interval]:
@@ -101,7 +101,7 @@ def head_and_query(layout: Layout) -> list[Interval]:
     num_head = int(layout.budget_tokens * HEAD_SHARE)
     heads = _windows(layout.segments, [(share, 0) for share in _even(layout, num_head)])
     num_spent = sum(len(i) for i in heads)
-    return _top(layout, _interest(layout), layout.budget_tokens - num_spent, taken=heads)
+    return _top(layout, interest(layout), layout.budget_tokens - num_spent, taken=heads)
 
 
 def random(layout: Layout) -> list[Interval]:
@@ -148,7 +148,7 @@ def _windows(segments: Sequence[Interval], windows: Sequence[tuple[int, int]]) -
     return [c for c in chosen if len(c)]
 
 
-def _interest(layout: Layout) -> NDArray[np.float32]:
+def interest(layout: Layout) -> NDArray[np.float32]:
     """How much the question takes up of each position, over the segments alone.
 
     Three views of the question count alike: all of its tokens, the one that looks hardest, and the last.

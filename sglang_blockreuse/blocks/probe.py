@@ -140,14 +140,6 @@ def guard_layer(num_layers: int) -> int:
     return min(max(DEVIATION_DEPTH, round(GUARD_DEPTH * num_layers)), num_layers - 1)
 
 
-def mean_deviation(evidence: Evidence, local: Sequence[Interval]) -> float:
-    """Mean deviation of the given positions, which were copied and are computed anew; 0 where there are none."""
-    if evidence.deviation_N is None or not local:
-        return 0.0
-    values = np.concatenate([evidence.deviation_N[i.start : i.end] for i in local])
-    return float(values.mean()) if values.size else 0.0
-
-
 def _attend(subject: Subject, q_TQD: Tensor, k_SHD: Tensor, v_SHD: Tensor, *, scale: float) -> None:
     """Add how much of each position the question takes up: attention times the length of the value.
 

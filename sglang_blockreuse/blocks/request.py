@@ -13,6 +13,7 @@ PREFIX = "blockreuse_"
 KEYS = (
     "blockreuse_mode",
     "blockreuse_spans",
+    "blockreuse_parts",
     "blockreuse_policy",
     "blockreuse_tau",
     "blockreuse_budget",
@@ -41,6 +42,7 @@ def parse_options(params: Mapping[str, Any] | None, *, prompt_len: int, config: 
     mode = given.get("blockreuse_mode", "reuse")
     if mode not in MODES:
         raise RequestError(f"blockreuse_mode is {mode!r}, but it must be one of {', '.join(MODES)}.")
+    _check_parts(given.get("blockreuse_parts", False))
     policy = given.get("blockreuse_policy", config.policy)
     if policy not in POLICIES:
         raise RequestError(f"blockreuse_policy is {policy!r}, but it must be one of {', '.join(POLICIES)}.")
@@ -52,14 +54,31 @@ def parse_options(params: Mapping[str, Any] | None, *, prompt_len: int, config: 
         raise RequestError(f"blockreuse_budget is {budget!r}, but it must be {BUDGET_RULE}.")
     if tau is None and budget is None:
         tau = config.tau
+    spans = parse_spans(given.get("blockreuse_spans"), prompt_len)
+    if mode == "compile" and not spans:
+        raise RequestError(
+            "blockreuse_mode is compile, but the request marks no blocks. Give blockreuse_spans of the documents, or "
+            "put separators around them where the server has a separator."
+        )
     return BlockOptions(
         mode=mode,
-        spans=parse_spans(given.get("blockreuse_spans"), prompt_len),
+        spans=spans,
         policy=policy,
         tau=tau,
         budget=config.budget if budget is None else float(budget),
         question=_parse_question(given.get("blockreuse_question"), prompt_len),
     )
+
+
+def _check_parts(parts: Any) -> None:
+    """Parts are cut where chat messages are tokenised; what is left of the key here is false or a mistake."""
+    if not isinstance(parts, bool):
+        raise RequestError(f"blockreuse_parts is {parts!r}, but it must be true or false.")
+    if parts:
+        raise RequestError(
+            "blockreuse_parts is true, but this prompt does not come from chat messages with content parts. Use it on "
+            "/v1/chat/completions, and blockreuse_spans or a separator elsewhere."
+        )
 
 
 def _parse_question(pair: Any, prompt_len: int) -> Interval | None:

@@ -50,17 +50,21 @@ def homes(
     *,
     prefix: tuple[int, ...],
     min_block_tokens: int,
+    all_blocks: bool = False,
 ) -> list[Home]:
     """Homes of the blocks that may be reused.
 
     Left out: blocks shorter than `min_block_tokens`, and a block that continues the
-    compile prefix in this very prompt, because there its KV is an exact prefix.
+    compile prefix in this very prompt, because there its KV is an exact prefix. With `all_blocks` (a prompt
+    that is not going to run) the latter are kept.
     """
     head = array("q", prefix)
     return [
         Home(i, span, head + tokens[span.start : span.end], len(prefix))
         for i, span in enumerate(spans)
-        if len(span) >= min_block_tokens
-        and not (span.start == len(prefix) and tuple(tokens[: span.start]) == prefix)
-        and span.start > 0
+        if len(span) >= min_block_tokens and (all_blocks or not _is_exact(tokens, span, prefix))
     ]
+
+
+def _is_exact(tokens: array[int], span: Interval, prefix: tuple[int, ...]) -> bool:
+    return span.start == 0 or (span.start == len(prefix) and tuple(tokens[: span.start]) == prefix)

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from ..metrics import Metrics
 from ..types import BlockPlan, Copy, Fold, Interval, RequestState
+from . import guard
 from .load import KvLoader
 from .manager import BlockManager, plan_of
 from .plan import build_plan, subtract
 from .policy import POLICIES, Evidence
-from .probe import MAX_QUESTION_TOKENS, Kind, Probe, Subject, mean_deviation
+from .probe import MAX_QUESTION_TOKENS, Kind, Probe, Subject
 from .rows import fold_batch
 from .tags import SlotTags
 
@@ -25,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 # A probe computes what no cache had, and the question, a second time; more than this is not worth a better choice.
 MAX_PROBE_TOKENS = 512
-# What the guard does where repaired keys deviate by more than the bound, and by more than twice the bound.
-GUARD_BUDGET_FACTOR = 4.0
 
 RunProbe = Callable[[Any, Fold, Probe], None]
 
@@ -151,7 +150,7 @@ class PrefillSteps:
     def _may_probe(self, part: _Part) -> bool:
         """Whether the request is to be measured, and can be: its whole prompt lies in this step."""
         plan, options = _plan(part), part.state.options
-        wanted = POLICIES[options.policy].needs != "layout" or self._blocks.config.guard is not None
+        wanted = POLICIES[options.policy].needs != "layout" or self._is_guarded(part)
         if not wanted or not any(not s.is_path for s in plan.segments):
             return False
         return (
@@ -171,41 +170,37 @@ class PrefillSteps:
         evidence = self._probe(batch, measured, run_probe)
         for part in parts:
             self._adopt(part, evidence.get(part.index, Evidence()), part.state.options.budget)
-        if self._blocks.config.guard is not None:
-            self._guard(batch, parts, evidence, run_probe)
+        self._guard(batch, [p for p in parts if self._is_guarded(p)], evidence, run_probe)
         self._metrics.add("probe_seconds_total", time.perf_counter() - started)
+
+    def _is_guarded(self, part: _Part) -> bool:
+        """A bound says something about the policy that it was calibrated with, and about no other."""
+        config = self._blocks.config
+        return config.guard is not None and part.state.options.policy == config.policy
 
     def _guard(
         self, batch: Any, parts: Sequence[_Part], evidence: dict[int, Evidence], run_probe: RunProbe
     ) -> None:
-        """Raise the budget, or compute everything, where repaired keys turn out further off than calibrated."""
-        bound = self._blocks.config.guard
-        assert bound is not None
-        found = self._probe(batch, [(p, "guard") for p in parts], run_probe)
+        """Raise the budget, or compute everything, where a repair is worse than at calibration."""
+        compared: list[tuple[_Part, Kind]] = [
+            (p, "guard") for p in parts if not guard.measures_leftover(p.state.options.policy)
+        ]
+        found = self._probe(batch, compared, run_probe)
         for part in parts:
-            plan = _plan(part)
-            repaired = [
-                piece
-                for segment in plan.segments
-                if not segment.is_path
-                for run in plan.runs
-                if len(piece := run.clip(segment.interval.start, segment.interval.end))
-            ]
-            excess = mean_deviation(found.get(part.index, Evidence()), repaired) / bound
-            verdict = "passed" if excess <= 1 else "raised" if excess <= 2 else "full"
-            part.state.usage.guard = verdict
+            plan, options = _plan(part), part.state.options
+            mine = evidence.get(part.index, Evidence())
+            if guard.measures_leftover(options.policy):
+                measure, value = "leftover", guard.leftover(mine, plan)
+            else:
+                measure, value = "deviation", guard.deviation(found[part.index], plan)
+            assert self._blocks.config.guard is not None
+            verdict = guard.verdict_of(value, self._blocks.config.guard)
+            part.state.usage.guard = {"verdict": verdict, "measure": measure, "value": round(value, 6)}
             self._metrics.add("guard_total", verdict=verdict)
             if verdict == "raised":
-                budget = self._raised(part)
-                self._adopt(part, evidence.get(part.index, Evidence()), budget)
+                self._adopt(part, mine, guard.raised(options.budget))
             elif verdict == "full":
                 self._blocks.replan(part.req, everything_computed(plan))
-
-    @staticmethod
-    def _raised(part: _Part) -> float:
-        budget = part.state.options.budget
-        raised = budget * GUARD_BUDGET_FACTOR
-        return min(1.0, raised) if budget <= 1 else raised
 
     def _adopt(self, part: _Part, evidence: Evidence, budget: float) -> None:
         plan, options = _plan(part), part.state.options

@@ -18,6 +18,9 @@ from typing import Any
 from ..layers.plan import BoundPlan, PlanError, Selection
 from ..layers.plan_loader import LayerPlan, load_plan
 
+# what a reader needs to repeat a report; paths of this machine are no part of it
+ENVIRONMENT = ("time", "commit", "python", "packages", "hardware")
+
 HELP = "find a layer plan for a model, or judge plans, with a report"
 
 
@@ -83,7 +86,7 @@ class _Run:
         report = Report(
             model=self.arguments.model.name,
             options={k: str(v) for k, v in vars(self.arguments).items() if k not in ("run", "out", "model")},
-            environment=environment.describe(),
+            environment={key: environment.describe()[key] for key in ENVIRONMENT},
             judged=[],
         )
         plans = [load_plan(name) for name in self.arguments.evaluate or ()] or [self._search(report)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,14 @@ class Position:
 
     logprobs: dict[int, float]  # token id → natural log of its probability
     top: int  # the most probable token
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The distributions along one forced continuation, and what the extension says of the request."""
+
+    positions: tuple[Position, ...]
+    usage: dict[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -89,27 +97,35 @@ def score(
     marked: bool,
     num_top: int,
     token_ids: Sequence[int] = (),
-) -> list[Position]:
+    custom_params: Mapping[str, Any] | None = None,
+    request: Mapping[str, Any] | None = None,
+) -> Scored:
     """Distributions of the tokens at and after the end of the prompt, along a forced continuation.
 
     Position 0 is the first answer token given the prompt, position i the next one given
     `continuation[:i]`. Each holds the `num_top` most probable tokens and all of `token_ids`.
+    `custom_params` are added to those of a marked request and win over them; `request` holds further keys of
+    the request.
     """
     forced = tuple(continuation[:-1])  # what follows its last token is not asked for
     body = _body((*prompt.input_ids, *forced), prompt, marked=marked, num_new_tokens=1)
+    if custom_params:
+        body["sampling_params"].setdefault("custom_params", {}).update(custom_params)
     body |= {
         "return_logprob": True,
         # input log-probabilities begin one token behind their start: with the first continuation token
         "logprob_start_len": len(prompt.input_ids) - 1 if forced else -1,
         "top_logprobs_num": num_top,
         "token_ids_logprob": list(token_ids) or None,
+        **(request or {}),
     }
     meta = server.generate(timeout_s=TIMEOUT_S, **body)["meta_info"]
     tops = [*_forced(meta, "input_top_logprobs", len(forced)), *meta["output_top_logprobs"]]
     asked: list[Any] = [[]] * len(tops)
     if token_ids:
         asked = [*_forced(meta, "input_token_ids_logprobs", len(forced)), *meta["output_token_ids_logprobs"]]
-    return [_position(top, also) for top, also in zip(tops, asked, strict=True)]
+    positions = tuple(_position(top, also) for top, also in zip(tops, asked, strict=True))
+    return Scored(positions, usage_of(meta))
 
 
 def usage_of(meta_info: dict[str, Any]) -> dict[str, Any] | None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from .sentences import KINDS, WORDS, Kind
 
+NUM_NAMES = len(WORDS["first"]) * len(WORDS["second"])  # documents of one seed with different names
+
 
 @dataclass(frozen=True)
 class Fact:
@@ -35,14 +37,21 @@ def make_documents(
     Raises:
         ValueError: more documents are asked for than there are different names.
     """
-    names = _names(random.Random(seed))
-    if num_documents > len(names):
-        raise ValueError(f"num_documents is {num_documents}, but there are names for {len(names)} only")
-    kinds = [KINDS[key] for key in sorted(KINDS)]
+    if num_documents > NUM_NAMES:
+        raise ValueError(f"num_documents is {num_documents}, but there are names for {NUM_NAMES} only")
     return [
-        _make_document(kinds[i % len(kinds)], names[i], random.Random(f"{seed}/{i}"), num_tokens, low, high)
-        for i in range(num_documents)
+        make_document(i, seed=seed, num_tokens=num_tokens, low=low, high=high) for i in range(num_documents)
     ]
+
+
+def make_document(
+    index: int, *, seed: int, num_tokens: Callable[[str], int], low: int, high: int
+) -> Document:
+    """Document `index` of the seed's NUM_NAMES, in a length of its own."""
+    kinds = [KINDS[key] for key in sorted(KINDS)]
+    name = _names(random.Random(seed))[index]
+    rng = random.Random(f"{seed}/{index}")
+    return _make_document(kinds[index % len(kinds)], name, rng, num_tokens, low, high)
 
 
 def _names(rng: random.Random) -> list[str]:

@@ -50,7 +50,7 @@ def run_stock(server: Server, work: Workload, tick: Callable[[str], None]) -> Pa
     scored = []
     for prompt, answer in zip(work.measured, timed, strict=True):
         forced = answer.answer_ids[: work.num_scored]
-        scored.append(tuple(score(server, prompt, forced, marked=False, num_top=NUM_TOP)))
+        scored.append(score(server, prompt, forced, marked=False, num_top=NUM_TOP).positions)
         tick("score")
     return Pass(warm_up, timed, tuple(scored))
 
@@ -62,7 +62,8 @@ def run_extended(server: Server, work: Workload, stock: Pass, tick: Callable[[st
     for prompt, answer, reference in zip(work.measured, stock.timed, stock.scored, strict=True):
         forced = answer.answer_ids[: work.num_scored]
         support = sorted({token for position in reference for token in position.logprobs})
-        scored.append(tuple(score(server, prompt, forced, marked=True, num_top=NUM_TOP, token_ids=support)))
+        ours = score(server, prompt, forced, marked=True, num_top=NUM_TOP, token_ids=support)
+        scored.append(ours.positions)
         tick("score")
     return Pass(warm_up, timed, tuple(scored), time_bound(server, work, timed, tick))
 

@@ -32,15 +32,26 @@ class Prompt:
     answer: str
 
 
+def chat_frame(tokenizer: Any) -> tuple[str, str, str]:
+    """The template's text (before the first document, from a question to its answer, from there to a question)."""
+    chat = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": INSTRUCTION + _SPLIT},
+        {"role": "assistant", "content": _SPLIT},
+        {"role": "user", "content": _SPLIT},
+    ]
+    template = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    before, _, following, after = template.split(_SPLIT)
+    return before, after, following
+
+
 class PromptMaker:
     """Builds prompts for one tokenizer; every document has the same ids wherever it stands."""
 
     def __init__(self, tokenizer: Any, documents: Sequence[Document]) -> None:
         self._tokenizer = tokenizer
         self._documents = documents
-        chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": INSTRUCTION + _SPLIT}]
-        template = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        before, self._after = template.split(_SPLIT)
+        before, self._after, _ = chat_frame(tokenizer)
         self._prefix_ids = self._ids(before)
         self._document_ids = [self._ids(document.text) for document in documents]
 

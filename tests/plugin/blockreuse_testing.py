@@ -4,13 +4,20 @@
     testing_rows: [a1, b1, ...]     compute the prompt in these virtual rows, copy nothing
     testing_break: "plan" | "load"  make that stage fail
     testing_all_homes: true         give a home also to the block that continues the compile prefix
+    testing_swap_homes: true        read every block at the home of another one of its length
+    testing_rank_drift: true        let tensor-parallel ranks other than 0 report another plan
+    testing_wrong_rope_base: float  move keys by an unscaled rotary table of this base, until another request is planned
     testing_stale: FIELD            spoil this field of what layer groups share about the request, in every step;
                                     "unseen" spoils the positions and stamps them as good
 
+The variable BLOCKREUSE_TESTING_ROPE_BASE does so from the server's start on.
+Plans of tensor-parallel ranks are also put before SGLang's rank consensus checker where that is enabled.
 Put this folder on PYTHONPATH of the server under test.
 """
 
 from __future__ import annotations
+
+import os
 
 
 def knob(req, name):
@@ -20,11 +27,15 @@ def knob(req, name):
 def register():
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    manager = "sglang_blockreuse.blocks.manager.BlockManager"
     HookRegistry.register(
         "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len", limit_prefix, HookType.AFTER
     )
-    HookRegistry.register("sglang_blockreuse.blocks.manager.BlockManager.plan", force_rows, HookType.AFTER)
-    HookRegistry.register("sglang_blockreuse.blocks.manager.BlockManager._homes", all_homes, HookType.AROUND)
+    for hook in (force_rows, swap_homes, same_on_all_ranks, note_rope_base):
+        HookRegistry.register(f"{manager}.plan", hook, HookType.AFTER)
+    HookRegistry.register(f"{manager}.replan", same_on_all_ranks, HookType.AFTER)
+    HookRegistry.register(f"{manager}._homes", all_homes, HookType.AROUND)
+    HookRegistry.register("sglang_blockreuse.blocks.rope.RopeGroup.cos_sin", wrong_rope, HookType.AROUND)
     HookRegistry.register("sglang_blockreuse.layers.row_modes.RowModes.admit", note_stale, HookType.AFTER)
     HookRegistry.register("sglang_blockreuse.layers.share_state.ShareState.seal", spoil, HookType.AROUND)
 
@@ -63,6 +74,42 @@ def all_homes(original, manager, req, state):
         Home(i, s, head + req.origin_input_ids[s.start : s.end], len(head))
         for i, s in enumerate(state.options.spans)
     ]
+
+
+def swap_homes(result, manager, req):
+    if knob(req, "testing_swap_homes") and req.blockreuse.plan is not None:
+        req.blockreuse.home_slots = req.blockreuse.home_slots[::-1]
+
+
+def same_on_all_ranks(result, manager, req, *args, **kwargs):
+    from dataclasses import replace
+
+    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.utils.rank_consensus_checker import assert_same
+
+    state = req.blockreuse
+    if knob(req, "testing_rank_drift") and get_parallel().tp_rank and state.plan is not None:
+        state.plan = replace(state.plan, num_repaired=state.plan.num_repaired + 1)
+    assert_same("blockreuse plan of %s: %s", req.rid, state.plan)
+
+
+wrong_base = None  # of the request planned last; tests that set it send one request at a time
+
+
+def note_rope_base(result, manager, req):
+    global wrong_base
+    wrong_base = knob(req, "testing_wrong_rope_base")
+
+
+def wrong_rope(original, group, old, new):
+    base = wrong_base or float(os.environ.get("BLOCKREUSE_TESTING_ROPE_BASE", 0))
+    if not base:
+        return original(group, old, new)
+    import torch
+
+    dim = group.table.shape[1]
+    angle = (new - old)[:, None] * base ** (-torch.arange(0, dim, 2) / dim)
+    return angle.cos(), angle.sin()
 
 
 STALE = {}  # request slot -> field

@@ -1,0 +1,201 @@
+"""Records of the quality benchmark as a table and a figure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from stats import Estimate, bootstrap, gap_share
+
+Record = dict[str, Any]
+BASELINES = (
+    ("no repair, home alone", lambda r: r["alone"]),
+    ("no repair, home behind the system prompt", lambda r: r["policy"] == "none" and not r["alone"]),
+)
+
+
+def tables(records: Sequence[Record]) -> tuple[str, list[str]]:
+    """(Markdown, problems). With a problem there is no ratio: what was skipped was not measured."""
+    measured = [r for r in records if r["record"] == "measurement"]
+    problems = problems_of(measured)
+    parts = [heading(records), counts(measured)]
+    if problems:
+        shown = "\n".join(f"- {problem}" for problem in problems[:10])
+        more = f"\n- and {len(problems) - 10} more" if len(problems) > 10 else ""
+        parts.append(f"**No ratios: {len(problems)} measurements are none.**\n\n{shown}{more}")
+        return "\n\n".join(parts) + "\n", problems
+    name, baseline = baseline_of(measured)
+    parts += [main_table(measured, name, baseline), category_table(measured, baseline)]
+    return "\n\n".join(parts) + "\n", []
+
+
+def problems_of(measured: Iterable[Record]) -> list[str]:
+    return [f"{r['context']} {arm_name(r)} ({r['forced']}): {r['problem']}" for r in measured if r["problem"]]
+
+
+def baseline_of(measured: Sequence[Record]) -> tuple[str, dict[str, float]]:
+    """The name of the baseline that was measured, and per context its summed KL."""
+    for name, is_baseline in BASELINES:
+        found = {r["context"]: sum(r["kl"]) for r in measured if is_baseline(r) and r["forced"] == "oracle"}
+        if found:
+            return name, found
+    return "none was measured", {}
+
+
+def heading(records: Sequence[Record]) -> str:
+    run = next((r for r in records if r["record"] == "quality"), None)
+    if run is None:
+        return "### Quality"
+    options = run["options"]
+    return (
+        f"### Quality: {options['split']} contexts, seed {options['seed']}\n\n"
+        f"{machine(run)}; blocks {options['blocks'] or 'default'}"
+    )
+
+
+def machine(run: Record) -> str:
+    """Where and with what a run was measured."""
+    environment = run["environment"]
+    hardware = environment["hardware"]
+    packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items())
+    return (
+        f"{hardware['cpu']}, {hardware['cores']} cores, GPU {hardware['gpu'] or 'none'}; {packages}; "
+        f"commit {environment['commit']}; {environment['time']}"
+    )
+
+
+def counts(measured: Sequence[Record]) -> str:
+    contexts = {r["context"]: r["category"] for r in measured}
+    tokens = sum(len(r["kl"]) for r in of_arm(measured, "full", 1.0, forced="oracle"))
+    by_category = ", ".join(
+        f"{c} {sum(v == c for v in contexts.values())}" for c in sorted(set(contexts.values()))
+    )
+    return f"{len(contexts)} contexts ({by_category}), {tokens} answer tokens of the oracle."
+
+
+def main_table(measured: Sequence[Record], baseline_name: str, baseline: dict[str, float]) -> str:
+    lines = [
+        f"Gap: KL of *{baseline_name}*. Intervals: 95 %, bootstrap over contexts.",
+        "",
+        "| policy | budget | recomputed, measured | KL per token | share of the gap (%) | top-1 (%) "
+        "| whole answer (%) | exact value (%) | NLL of the value |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for policy, budget, alone in arms_of(measured):
+        mine = of_arm(measured, policy, budget, alone=alone)
+        oracle = [r for r in mine if r["forced"] == "oracle"]
+        known = [r for r in mine if r["exact"] is not None]
+        cells = [
+            f"{policy}{', home alone' if alone else ''}",
+            f"{100 * budget:g} %",
+            f"{100 * statistics.fmean(ratio_of(r) for r in oracle):.1f} %",
+            kl_estimate(oracle).text(digits=4),
+            share_text(oracle, baseline),
+            f"{100 * statistics.fmean(s for r in oracle for s in r['same_top']):.0f}",
+            f"{100 * statistics.fmean(all(r['same_top']) for r in oracle):.0f}",
+            f"{100 * statistics.fmean(r['exact'] for r in known):.0f}" if known else "–",
+            f"{statistics.fmean(r['nll'] for r in known):.3f}" if known else "–",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        "`full` is a full prefill against itself in other pieces: the noise floor, and the oracle's exact values.",
+    ]
+    return "\n".join(lines)
+
+
+def category_table(measured: Sequence[Record], baseline: dict[str, float]) -> str:
+    categories = sorted({r["category"] for r in measured})
+    lines = [
+        "Share of the gap by category (%):",
+        "",
+        f"| policy | budget | {' | '.join(categories)} |",
+        "|---|---|" + "---|" * len(categories),
+    ]
+    for policy, budget, alone in arms_of(measured):
+        if policy in ("none", "full"):
+            continue
+        mine = of_arm(measured, policy, budget, alone=alone, forced="oracle")
+        cells = [share_text([r for r in mine if r["category"] == c], baseline) for c in categories]
+        lines.append(f"| {policy} | {100 * budget:g} % | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def plot(records: Sequence[Record], path: Path) -> None:
+    """Share of the gap over the recomputed share as the server reports it, one line per policy."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    measured = [r for r in records if r["record"] == "measurement"]
+    name, baseline = baseline_of(measured)
+    curves: dict[str, list[tuple[float, Estimate]]] = {}
+    for policy, budget, alone in arms_of(measured):
+        mine = of_arm(measured, policy, budget, alone=alone, forced="oracle")
+        if policy != "full" and not alone and any(r["context"] in baseline for r in mine):
+            point = (100 * statistics.fmean(ratio_of(r) for r in mine), share(mine, baseline))
+            curves.setdefault(policy, []).append(point)
+    start = curves.pop("none", [])
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for policy, points in sorted(curves.items()):
+        points = sorted([*start, *points], key=lambda point: point[0])
+        xs, ys = [x for x, _ in points], [100 * e.value for _, e in points]
+        (line,) = axes.plot(xs, ys, marker="o", markersize=4, label=policy)
+        low, high = [100 * e.low for _, e in points], [100 * e.high for _, e in points]
+        axes.fill_between(xs, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
+    axes.set(
+        xlabel="recomputed share of the block tokens (%)",
+        ylabel=f"share of the KL gap closed (%)\ngap: {name}",
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def share(records: Sequence[Record], baseline: dict[str, float]) -> Estimate:
+    pairs = [(sum(r["kl"]), baseline[r["context"]]) for r in records if r["context"] in baseline]
+    return bootstrap(pairs, gap_share)
+
+
+def share_text(records: Sequence[Record], baseline: dict[str, float]) -> str:
+    if not any(r["context"] in baseline for r in records):
+        return "–"
+    return share(records, baseline).text(scale=100)
+
+
+def kl_estimate(records: Sequence[Record]) -> Estimate:
+    def mean(some: Sequence[Record]) -> float:
+        return sum(sum(r["kl"]) for r in some) / sum(len(r["kl"]) for r in some)
+
+    return bootstrap(records, mean)
+
+
+def arms_of(measured: Iterable[Record]) -> list[tuple[str, float, bool]]:
+    """The floor, the baselines, then policies by name and budget."""
+    arms = {(r["policy"], r["budget"], r["alone"]) for r in measured}
+    rank = {"full": 0, "none": 1}
+    return sorted(arms, key=lambda arm: (rank.get(arm[0], 2), not arm[2], arm[0], arm[1]))
+
+
+def of_arm(
+    measured: Iterable[Record], policy: str, budget: float, *, alone: bool = False, forced: str | None = None
+) -> list[Record]:
+    return [
+        r
+        for r in measured
+        if (r["policy"], r["budget"], r["alone"]) == (policy, budget, alone) and forced in (None, r["forced"])
+    ]
+
+
+def arm_name(record: Record) -> str:
+    return f"{record['policy']} {record['budget']:g}{' alone' if record['alone'] else ''}"
+
+
+def ratio_of(record: Record) -> float:
+    """|T|/N as the server reports it, without the question; a full prefill recomputes all."""
+    return 1.0 if record["policy"] == "full" else float(record["usage"]["recompute_ratio"])

@@ -1,0 +1,189 @@
+"""Many short-lived servers: one process imports SGLang, every server is a fork of it.
+
+Importing SGLang in each of a server's processes is nearly all of what a tiny model's server takes to start. What
+runs in the fork is the command line of `sglang-blockreuse serve`, with SGLang's processes forked instead of spawned;
+nothing of the host is replaced. Environment variables that are read at import time keep the nursery's values.
+
+    with Nursery() as nursery, nursery.server(model_path, "--dtype", "float32", log=log) as server: ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import requests
+
+from sglang_blockreuse.server_process import HOST, POLL_S, PR_SET_PDEATHSIG, Server, ServerFailed, free_port
+
+START_TIMEOUT_S = 300.0
+LOG_TAIL = 6000  # characters of a failed server's log
+
+
+class Nursery:
+    """Forks servers on demand; `close` ends those that still run.
+
+    env: for what SGLang reads while it is imported; a server's own comes on top.
+    """
+
+    def __init__(self, env: Mapping[str, str] | None = None) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **(env or {})},
+        )
+
+    def __enter__(self) -> Nursery:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def server(
+        self, model_path: Path, *flags: str, log: Path, env: Mapping[str, str] | None = None
+    ) -> contextlib.AbstractContextManager[Server]:
+        """`sglang-blockreuse serve`, ready. Raises ServerFailed with the end of its log."""
+        return self._server("serve", model_path, flags, log, env)
+
+    def stock_server(
+        self, model_path: Path, *flags: str, log: Path, env: Mapping[str, str] | None = None
+    ) -> contextlib.AbstractContextManager[Server]:
+        """SGLang without block reuse on the same attention kernels, ready. Raises ServerFailed."""
+        return self._server("stock", model_path, ("--attention-backend", "blockreuse", *flags), log, env)
+
+    @contextlib.contextmanager
+    def _server(
+        self, kind: str, model_path: Path, flags: Sequence[str], log: Path, env: Mapping[str, str] | None
+    ) -> Iterator[Server]:
+        port = free_port()
+        arguments = ["--model-path", str(model_path), *flags, "--host", HOST, "--port", str(port)]
+        pid = self._ask(start=arguments, kind=kind, log=str(log), env=dict(env or {}))
+        server = Server(url=f"http://{HOST}:{port}", log=log, pid=pid)
+        try:
+            self._wait_until_ready(server)
+            yield server
+        finally:
+            self._ask(stop=pid)
+
+    def _wait_until_ready(self, server: Server) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while self._ask(runs=server.pid):
+            with contextlib.suppress(requests.RequestException):
+                if requests.get(server.url + "/health", timeout=5).status_code == 200:
+                    return
+            if time.monotonic() > deadline:
+                break
+            time.sleep(POLL_S)
+        raise ServerFailed(f"the server did not come up:\n{server.log_text()[-LOG_TAIL:]}")
+
+    def _ask(self, **message: Any) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps(message), file=self._process.stdin, flush=True)
+        return json.loads(self._process.stdout.readline())
+
+
+def main() -> None:
+    """Serve a `Nursery`: one JSON message per line in, one answer per line out."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what imports print is no answer
+    _import_everything()
+    running: set[int] = set()
+    for line in sys.stdin:
+        message = json.loads(line)
+        if "start" in message:
+            answer: Any = _fork(message["kind"], message["start"], message["log"], message["env"])
+            running.add(answer)
+        elif "runs" in message:
+            answer = (
+                os.waitpid(message["runs"], os.WNOHANG) == (0, 0) if message["runs"] in running else False
+            )
+            if not answer:
+                running.discard(message["runs"])
+        else:
+            answer = _stop(message["stop"]) if message["stop"] in running else None
+            running.discard(message["stop"])
+        print(json.dumps(answer), file=answers, flush=True)
+    for pid in running:
+        _stop(pid)
+
+
+def _import_everything() -> None:
+    import sglang.launch_server
+    import sglang.srt.entrypoints.http_server
+    import sglang.srt.managers.detokenizer_manager
+    import sglang.srt.managers.scheduler
+    import sglang.srt.models.registry  # noqa: F401  imports every model
+
+    import sglang_blockreuse.cli
+    import sglang_blockreuse.layers.cpu_backend
+    import sglang_blockreuse.radix_cache  # noqa: F401
+
+
+def _fork(kind: str, arguments: list[str], log: str, env: dict[str, str]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        os.setsid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for stream in (1, 2):
+            os.dup2(output, stream)
+        os.environ.update(env)
+        sys.path[:0] = env.get("PYTHONPATH", "").split(os.pathsep)
+        multiprocessing.set_start_method("fork", force=True)
+        multiprocessing.set_start_method = lambda *args, **kwargs: None  # SGLang asks for spawn
+        status = _run(kind, arguments)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _run(kind: str, arguments: list[str]) -> int:
+    if kind == "serve":
+        from sglang_blockreuse.cli import main as serve
+
+        return serve(["serve", *arguments]) or 0
+    sys.argv = ["sglang.launch_server", *arguments]
+    runpy.run_module("sglang.launch_server", run_name="__main__")
+    return 0
+
+
+def _stop(pid: int) -> None:
+    members = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    for member in members:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    main()

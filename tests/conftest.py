@@ -5,10 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from nursery import Nursery
 from servers import shared_nursery
 
 from sglang_blockreuse.model import ensure_model
+
+# a busy machine is no failure
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="session")

@@ -196,7 +196,19 @@ def test_calibrate_writes_a_plan_that_loads_and_a_report(model_path, tmp_path, c
         "--rows",
         "4",
     ]
-    words += ["--lengths", "300", "340", "--final-k", "80", "--pool-size", "120", "--name", "found"]
+    words += [
+        "--texts",
+        "1",
+        "--lengths",
+        "300",
+        "340",
+        "--final-k",
+        "80",
+        "--pool-size",
+        "120",
+        "--name",
+        "found",
+    ]
     words += ["--start", "F" * 30]
     assert main(words) == 0
     plan = load_plan(tmp_path / "plan.yaml")
@@ -210,7 +222,10 @@ def test_calibrate_writes_a_plan_that_loads_and_a_report(model_path, tmp_path, c
     }
     assert report["search"][-1]["num_full"] == 29
     assert set(report["held_out"][0]["kl_by_kind"]) == set(KINDS)
-    assert str(model_path) not in (tmp_path / "report.json").read_text(), "no path of this machine"
+    for file in ("report.json", "report.md"):
+        text = (tmp_path / file).read_text()
+        assert str(model_path) not in text
+        assert "command" not in text, "a command line holds paths of this machine"
     assert (tmp_path / "loss.png").stat().st_size > 1000
     assert (tmp_path / "overlap.png").stat().st_size > 1000
     assert "--- | ---" in (tmp_path / "report.md").read_text()

@@ -18,6 +18,9 @@ from typing import Any
 from ..layers.plan import BoundPlan, PlanError, Selection
 from ..layers.plan_loader import LayerPlan, load_plan
 
+# what a reader needs to repeat a report; paths of this machine are no part of it
+ENVIRONMENT = ("time", "commit", "python", "packages", "hardware")
+
 HELP = "find a layer plan for a model, or judge plans, with a report"
 
 
@@ -43,10 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sink", type=int, default=4)
     parser.add_argument("--window", type=int, default=64)
     parser.add_argument("--min-seq-len", type=int, default=1024, help="of the plan that is written")
-    parser.add_argument("--rows", type=int, default=24, help="forced decode rows per text (default: 24)")
+    parser.add_argument("--rows", type=int, default=32, help="forced decode rows per text (default: 32)")
     parser.add_argument("--lengths", type=int, nargs=2, default=(2000, 3600), metavar=("LOW", "HIGH"))
     parser.add_argument(
-        "--texts", type=int, default=1, help="texts of each kind, for the search and for judging"
+        "--texts", type=int, default=2, help="texts of each kind, searched and judged (default: 2)"
     )
 
 
@@ -83,7 +86,7 @@ class _Run:
         report = Report(
             model=self.arguments.model.name,
             options={k: str(v) for k, v in vars(self.arguments).items() if k not in ("run", "out", "model")},
-            environment=environment.describe(),
+            environment={key: environment.describe()[key] for key in ENVIRONMENT},
             judged=[],
         )
         plans = [load_plan(name) for name in self.arguments.evaluate or ()] or [self._search(report)]

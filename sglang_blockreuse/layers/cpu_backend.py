@@ -165,8 +165,8 @@ class CpuAttnBackend(AttentionBackend):
 
 
 def _sparse_decoder(runner: Any, plan: BoundPlan | None) -> SparseDecoder | None:
-    """The decoder of a plan that has sparse layers, compiled. Raises NotImplementedError, see SparseDecoder."""
-    if plan is None or not plan.is_sparse:
+    """The decoder of a plan that is not dense, compiled. Raises NotImplementedError, see SparseDecoder."""
+    if plan is None or plan.is_dense:
         return None
     keys = runner.token_to_kv_pool.k_buffer[0]
     layer = next(module for module in runner.model.modules() if isinstance(module, RadixAttention))

@@ -104,8 +104,7 @@ class Report:
         if self.history:
             lines += ["", "## Search", "", "full | KL | pattern", "--- | --- | ---"]
             lines += [f"{f.num_full} | {f.kl:.4f} | `{f.pattern}`" for f in self.history]
-        environment = ", ".join(f"{key} {value}" for key, value in self.environment.items())
-        return "\n".join([*lines, "", f"Made with {environment}.", ""])
+        return "\n".join([*lines, "", f"Made with {json.dumps(dict(self.environment))}.", ""])
 
     def _table(self) -> list[str]:
         kinds = list(self.judged[0].by_kind) if self.judged else []

@@ -7,8 +7,8 @@ that are made up from a seed.
     retrieval   made-up documents, then questions and their answers
     turns       a conversation about such documents, question by question
 
-Rows are the last tokens of a text. A seed decides the texts; seeds below HELD_OUT are for searching, the others for
-judging what was found.
+Rows are the last tokens of a text. A seed decides the texts of one Python version; seeds below HELD_OUT are for
+searching, the others for judging what was found.
 """
 
 from __future__ import annotations

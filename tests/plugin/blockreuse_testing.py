@@ -34,7 +34,7 @@ def register():
     for hook in (force_rows, swap_homes, same_on_all_ranks, note_rope_base):
         HookRegistry.register(f"{manager}.plan", hook, HookType.AFTER)
     HookRegistry.register(f"{manager}.replan", same_on_all_ranks, HookType.AFTER)
-    HookRegistry.register(f"{manager}._homes", all_homes, HookType.AROUND)
+    HookRegistry.register("sglang_blockreuse.blocks.arrive.Arrivals.homes", all_homes, HookType.AROUND)
     HookRegistry.register("sglang_blockreuse.blocks.rope.RopeGroup.cos_sin", wrong_rope, HookType.AROUND)
     HookRegistry.register("sglang_blockreuse.layers.row_modes.RowModes.admit", note_stale, HookType.AFTER)
     HookRegistry.register("sglang_blockreuse.layers.share_state.ShareState.seal", spoil, HookType.AROUND)
@@ -62,9 +62,9 @@ def force_rows(result, manager, req):
     req.blockreuse.plan = BlockPlan(start, end, (), (), runs, 0, end)
 
 
-def all_homes(original, manager, req, state):
+def all_homes(original, arrivals, req, state):
     if not knob(req, "testing_all_homes"):
-        return original(manager, req, state)
+        return original(arrivals, req, state)
     from array import array
 
     from sglang_blockreuse.blocks.split import Home

@@ -9,7 +9,7 @@ import re
 import pytest
 from mixed import WEIGHTS, MixedTraffic, leaks, num_retracted, state_of, take_references
 from prompts import Library
-from servers import extended_server
+from servers import spawned_server
 from tolerances import FULL_PREFILL_LOGPROB
 
 from sglang_blockreuse.config import POLICIES
@@ -28,8 +28,9 @@ def server(model_path, tmp_path_factory):
     flags = ("--dtype", "float32", "--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", "8")
     flags += ("--chunked-prefill-size", "64", "--enable-mixed-chunk", "--enable-metrics")
     # on top of what the small pool forces, every n-th decode step retracts somebody
+    # (read while SGLang is imported, so the server imports it for itself)
     env = {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
-    with extended_server(
+    with spawned_server(
         model_path, *flags, log=tmp_path_factory.mktemp("load") / "server.log", env=env
     ) as running:
         yield running

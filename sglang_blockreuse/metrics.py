@@ -16,7 +16,10 @@ SERIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "homes_total": ("Home sequences compiled.", ()),
     "home_tokens_total": ("Tokens of compiled home sequences.", ()),
     "home_wait_seconds_total": ("Seconds that requests stood behind the homes of their blocks.", ()),
-    "blocks_total": ("Blocks looked up at admission: whole, part or none of it was cached.", ("found",)),
+    "blocks_total": (
+        "Block lookups, one for each attempt to admit a request: whole, part or none of it was cached.",
+        ("found",),
+    ),
     "rows_total": ("Virtual rows run in prefill forwards.", ()),
     "copied_tokens_total": ("Tokens whose KV was taken over from a home.", ()),
     "copy_seconds_total": ("Host seconds spent on taking KV over.", ()),

@@ -45,6 +45,11 @@ def accounting(server: Server) -> dict[str, int]:
     return state["pool"]
 
 
+def path_tokens(server: Server) -> float:
+    counts = server.get("/server_info")["internal_states"][0]["blockreuse"]["counts"]
+    return counts.get("path_tokens_total", 0)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_policy_spends_its_budget_and_names_itself(server, policy):
     found = usage(reuse(server, policy, blockreuse_policy=policy, blockreuse_budget=0.1))
@@ -91,7 +96,9 @@ def test_turn_two_takes_over_what_turn_one_repaired(server):
     ids, spans = LIBRARY.prompt(SECOND)
     first = reuse(server, "chat", blockreuse_budget=0.1)
     next_turn = ids + first["output_ids"] + random_ids(12, random.Random(1))
+    before = path_tokens(server)
     found = usage(ask(server, next_turn, cache_salt="chat", blockreuse_spans=spans, blockreuse_budget=0.1))
+    assert path_tokens(server) - before == found["reused_tokens"]
     assert found["repaired_tokens"] == 0
     # all but the first answer's last token, whose KV was never computed, and the new message
     assert found["fresh_tokens"] == 13

@@ -156,7 +156,6 @@ class BlockManager:
             return []
         held = Interval(start, start + length)
         lock = self._tree.lock(node)
-        self.metrics.add("path_tokens_total", length)
         return [Hit(LocalSegment(held, 0, PATH, start), self._tree.path_device_indices(node)[:length], lock)]
 
     def _adopt(self, state: RequestState, hits: Sequence[Hit], *, start: int, end: int) -> None:

@@ -34,7 +34,9 @@ def fingerprint(options: BlockOptions, config: BlocksConfig, *, layer_plan: str 
         config.alpha,
         config.beta,
         config.num_true_sinks,
+        config.compile,
         config.compile_prefix,
+        config.compile_prefix_text,
         config.guard,
         layer_plan,
     )

@@ -143,6 +143,11 @@ class PrefillSteps:
         started = time.perf_counter()
         num_copied = self._loader.load(part.state, part.row_slots, part.low, part.high)
         self._metrics.add("copy_seconds_total", time.perf_counter() - started)
+        plan = _plan(part)
+        copied = plan.copies_within(part.low, part.high)
+        if num_path := sum(len(piece) for index, piece in copied if plan.segments[index].is_path):
+            # counted here, because a plan is made anew for every step that has no room for its request
+            self._metrics.add("path_tokens_total", num_path)
         return num_copied
 
     # -- choosing what to repair -------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import math
 from collections.abc import Iterable
@@ -38,14 +39,16 @@ def plain(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """All records of these files.
+    """All records of these files; a name that ends in .gz is compressed.
 
     Raises:
         ValueError: a line is not JSON; the message has file and number.
     """
     records = []
     for path in paths:
-        for number, line in enumerate(path.read_text().splitlines(), 1):
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+        for number, line in enumerate(text.splitlines(), 1):
             try:
                 records.append(json.loads(line))
             except json.JSONDecodeError as error:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 HELP = "measure quality, serving and endurance (from a clone of the repository)"
-BENCHMARKS = ("quality", "serving", "soak", "report")
+BENCHMARKS = ("quality", "serving", "soak", "figures", "report")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

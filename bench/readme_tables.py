@@ -1,0 +1,215 @@
+"""README's tables, made from the published results: what README says was measured, was measured.
+
+A table stands in README.md between `<!-- table: NAME -->` and `<!-- end -->`. `rewrite` makes all of them anew; a test
+holds README to what it gives. Every table ends with the machine, versions, commit, date and seed it was measured with.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import records
+import report_quality
+import report_serving
+from stats import paired_ratio, percentile
+
+Record = dict[str, Any]
+MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def rewrite(text: str, results: Path) -> str:
+    """The text with every marked table made from the results; tables without a result stay as they are.
+
+    Raises:
+        ValueError: a marked table has a name that is none.
+    """
+
+    def table(match: re.Match[str]) -> str:
+        start, name, end = match.groups()
+        if name not in TABLES:
+            raise ValueError(f"table {name!r} is none of {', '.join(TABLES)}")
+        source, make = TABLES[name]
+        path = results / source
+        return f"{start}{make(records.read([path]))}\n{end}" if path.is_file() else match[0]
+
+    return MARKED.sub(table, text)
+
+
+def demo(found: Sequence[Record]) -> str:
+    (run,) = found
+    s = run["summary"]
+    tokens = " / ".join(f"{s[f'{k}_tokens_median']:,.0f}" for k in ("prefix", "reused", "repaired", "fresh"))
+    fresh = s["prompt_tokens"] - s["cached_tokens_stock_median"]
+    rows = [
+        ("TTFT, median", f"{s['ttft_stock_median_ms']:,.0f} ms", f"{s['ttft_ours_median_ms']:,.0f} ms"),
+        ("TTFT, 95th percentile", f"{s['ttft_stock_p95_ms']:,.0f} ms", f"{s['ttft_ours_p95_ms']:,.0f} ms"),
+        (
+            "TTFT ratio per prompt, median (smallest)",
+            "",
+            f"**{s['ttft_ratio_median']:.1f}** ({s['ttft_ratio_min']:.1f})",
+        ),
+        ("TPOT, median", f"{s['tpot_stock_median_ms']:.0f} ms", f"{s['tpot_ours_median_ms']:.0f} ms"),
+        (
+            "prompt tokens: exact prefix / reused / repaired / fresh",
+            f"{s['cached_tokens_stock_median']:,.0f} / – / – / {fresh:,.0f}",
+            tokens,
+        ),
+        (r"recomputed share of the block tokens, \|T\|/N", "", f"{s['recompute_ratio_max']:.1%}"),
+        (
+            f"agreement with the stock answer over {s['scored_positions']} answer tokens",
+            "",
+            f"KL {s['mean_kl']:.3f}, same top token {s['top1']:.0%}",
+        ),
+        (
+            "answers that hold the asked fact",
+            *(f"{s[f'answers_with_fact_{side}']} of {s['num_prompts']}" for side in ("stock", "ours")),
+        ),
+        (
+            "first sight of the documents (compile, then answer)",
+            *(f"{s[f'ttft_{side}_first_sight_ms']:,.0f} ms" for side in ("stock", "ours")),
+        ),
+        (
+            f"the bound: as many tokens ({s['bound_computed_tokens']}) behind an exactly cached prefix, same server",
+            "",
+            f"{s['ttft_bound_median_ms']:,.0f} ms, ours takes {s['ttft_ours_over_bound']:.2f} of it",
+        ),
+    ]
+    head = ["| | stock SGLang | with document reuse |", "|---|---|---|"]
+    return "\n".join(
+        [*head, *(f"| {' | '.join(row)} |" for row in rows), "", where(run, seed=run["options"]["seed"])]
+    )
+
+
+def quality(found: Sequence[Record]) -> str:
+    """Rows are policies, columns budgets; the share of the gap in percent with its interval."""
+    measured = [r for r in found if r["record"] == "measurement"]
+    _, baseline = report_quality.baseline_of(measured)
+    arms = report_quality.arms_of(measured)
+    budgets = sorted({b for policy, b, _ in arms if policy not in ("full", "none")})
+    lines = [
+        f"| policy | {' | '.join(f'{100 * b:g} %' for b in budgets)} | same top token at 10 % |",
+        "|---|" + "---|" * (len(budgets) + 1),
+    ]
+    none = report_quality.of_arm(measured, "none", 0.0, forced="oracle")
+    policies = sorted({p for p, _, _ in arms} - {"full", "none"}, key=_best_at(measured, baseline, 0.1))
+    for policy in policies:
+        cells = []
+        for budget in budgets:
+            mine = report_quality.of_arm(measured, policy, budget, forced="oracle")
+            cells.append(report_quality.share_text(mine, baseline) if mine else "–")
+        ten = report_quality.of_arm(measured, policy, 0.1, forced="oracle")
+        lines.append(f"| `{policy}` | {' | '.join(cells)} | {_top1(ten)} |")
+    lines += [
+        "",
+        f"No repair, homes behind the system prompt: {report_quality.share_text(none, baseline)}, same top token "
+        f"{_top1(none)}. {report_quality.counts(measured)}",
+        "",
+        where(found[0], seed=found[0]["options"]["seed"]),
+    ]
+    return "\n".join(lines)
+
+
+def _best_at(measured: Sequence[Record], baseline: dict[str, float], budget: float) -> Callable[[str], float]:
+    def key(policy: str) -> float:
+        mine = report_quality.of_arm(measured, policy, budget, forced="oracle")
+        return report_quality.share(mine, baseline).value if mine else -1.0
+
+    return key
+
+
+def _top1(some: Sequence[Record]) -> str:
+    return f"{statistics.fmean(s for r in some for s in r['same_top']):.0%}" if some else "–"
+
+
+def serving(found: Sequence[Record]) -> str:
+    """One column per arm; ratios only for arms whose gate is green."""
+    rounds = [r for r in found if r["record"] == "round"]
+    refused = report_serving.refusals(found)
+    arms = report_serving.arms_of(rounds)
+    gates = {r["arm"]: r for r in found if r["record"] == "gate"}
+    rows = {
+        "requests per second": [_median(rounds, arm, "request_throughput", "{:.2f}") for arm in arms],
+        "TTFT, median": [_ttft(rounds, arm, 0.5) for arm in arms],
+        "TTFT, 95th percentile": [_ttft(rounds, arm, 0.95) for arm in arms],
+        "TPOT, median": [_median(rounds, arm, "median_tpot_ms", "{:.0f} ms") for arm in arms],
+        "requests/s over stock": [_ratio(rounds, refused, arm, "request_throughput") for arm in arms],
+        "p95 TTFT over stock": [_ratio(rounds, refused, arm, "p95_ttft_ms") for arm in arms],
+        "gate": [_gate(gates.get(arm), arm) for arm in arms],
+    }
+    names = [arm if arm == report_serving.BASE else f"`{arm}`" for arm in arms]
+    head = [f"| | {' | '.join(names)} |", "|---|" + "---|" * len(arms)]
+    body = [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
+    options = found[0]["options"]
+    size = f"{options['rounds']} rounds of {options['requests']} requests per arm, {options['clients']} in flight."
+    return "\n".join([*head, *body, "", size, "", where(found[0], seed=options["seed"])])
+
+
+def _ttft(rounds: Sequence[Record], arm: str, share: float) -> str:
+    return f"{percentile([t for r in rounds if r['arm'] == arm for t in r['ttfts']], share):.1f} s"
+
+
+def _median(rounds: Sequence[Record], arm: str, key: str, form: str) -> str:
+    return form.format(statistics.median(r[key] for r in rounds if r["arm"] == arm))
+
+
+def _ratio(rounds: Sequence[Record], refused: dict[str, list[str]], arm: str, key: str) -> str:
+    """Ours over stock, median of the rounds with its bootstrap interval, bold; nothing where the gate is red."""
+    if arm == report_serving.BASE:
+        return "1"
+    if arm in refused:
+        return "not claimed"
+    mine, base = (
+        {r["round"]: r[key] for r in rounds if r["arm"] == name} for name in (arm, report_serving.BASE)
+    )
+    return paired_ratio(mine, base).text(digits=2)
+
+
+def _gate(gate: Record | None, arm: str) -> str:
+    if gate is None:
+        return "" if arm == report_serving.BASE else "**red**: not judged"
+    if gate["green"]:
+        return (
+            "green"
+            if gate["mean_kl"] is None
+            else f"green: KL {gate['mean_kl']:.3f}, top-1 {gate['top1']:.1%}"
+        )
+    return f"**red**: {gate['problems'][0]}"
+
+
+def soak(found: Sequence[Record]) -> str:
+    result = found[-1]
+    kinds = ", ".join(f"{kind} {num}" for kind, num in sorted(result["requests"].items()))
+    faults = "no fault" if not result["problems"] else f"**{len(result['problems'])} faults**"
+    minutes = found[0]["options"]["minutes"]
+    return (
+        f"{minutes:g} minutes, {sum(result['requests'].values())} requests ({kinds}), {result['retracted']} "
+        f"retracted: {faults}.\n\n{where(found[0], seed=found[0]['options']['seed'])}"
+    )
+
+
+def where(run: Record, *, seed: int) -> str:
+    """Small print under a table."""
+    environment = run["environment"]
+    hardware, packages = environment["hardware"], environment["packages"]
+    versions = ", ".join(f"{name} {packages[name]}" for name in ("sglang", "torch"))
+    load = environment["load_average"][0]
+    return (
+        f"<sub>{hardware['cores']} cores of {hardware['cpu']}, {hardware['memory_gib']:.0f} GiB, "
+        f"GPU {hardware['gpu'] or 'none'}; Python {environment['python']}, {versions}; commit "
+        f"{environment['commit'][:9]}; {environment['time'][:10]}; seed {seed}; load at the start {load:.1f}</sub>"
+    )
+
+
+# file in bench/results/cpu, and what makes the table of its records
+TABLES: dict[str, tuple[str, Callable[[Sequence[Record]], str]]] = {
+    "demo": ("demo.json.gz", demo),
+    "quality": ("quality.jsonl.gz", quality),
+    "serving": ("serving.jsonl.gz", serving),
+    "cold": ("cold.jsonl.gz", serving),
+    "unmarked": ("unmarked.jsonl.gz", serving),
+    "soak": ("soak.jsonl.gz", soak),
+}

@@ -1,0 +1,106 @@
+"""README's figures: each is made from published records, and one command measures them all."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import figures
+import pytest
+import readme_tables
+import records
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+RESULTS = ROOT / "bench" / "results" / "cpu"
+
+
+def test_readme_says_what_was_measured():
+    assert readme_tables.rewrite(README, RESULTS) == README
+
+
+def test_a_figure_changed_by_hand_is_noticed():
+    shown = next(line for line in README.splitlines() if line.startswith("| TTFT, median"))
+    forged = README.replace(shown, shown.replace("ms", "s"))
+    assert readme_tables.rewrite(forged, RESULTS) == README
+
+
+@pytest.mark.parametrize("name", readme_tables.TABLES)
+def test_every_table_is_shown_and_has_its_records(name):
+    source, _ = readme_tables.TABLES[name]
+    assert f"<!-- table: {name} -->" in README
+    (run, *_) = records.read([RESULTS / source])
+    environment = run["environment"]
+    assert all((environment["commit"], environment["packages"]["sglang"], environment["hardware"]["cpu"]))
+
+
+def test_every_table_has_a_stage_that_measures_it():
+    stages = {stage.name for stage in figures.STAGES}
+    assert readme_tables.TABLES.keys() <= stages
+
+
+def test_an_unknown_table_is_an_error():
+    with pytest.raises(ValueError, match="table 'nonsense' is none of"):
+        readme_tables.rewrite("<!-- table: nonsense -->\n<!-- end -->", RESULTS)
+
+
+def test_published_records_hold_no_path_of_a_machine(tmp_path):
+    record = {"options": {"out": "/home/somebody/results", "model": "/data/models/Small"}, "text": "/ by 2"}
+    figures.write_result(json.dumps(record), tmp_path / "one.jsonl.gz")
+    (clean,) = records.read([tmp_path / "one.jsonl.gz"])
+    assert clean == {"options": {"out": "results", "model": "Small"}, "text": "/ by 2"}
+    for path in RESULTS.glob("*.gz"):
+        assert b'"/' not in gzip.decompress(path.read_bytes()), path
+
+
+def stage(code: str) -> figures.Stage:
+    return figures.Stage("one", ("-c", code), "result.json")
+
+
+@pytest.fixture
+def python_as_front_door(monkeypatch):
+    monkeypatch.setattr(figures, "FRONT_DOOR", (sys.executable,))
+
+
+WRITES = "import pathlib, sys; pathlib.Path(r'{out}', 'result.json').write_text('[]'); sys.exit(%d)"
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "is_finished"),
+    [
+        (WRITES % 0, 0, True),
+        (WRITES % 1, 1, True),  # a red gate is a result
+        (WRITES % 130, 130, False),  # stopped by hand: half a result
+        ("import sys; sys.exit(0)", 2, False),  # left nothing
+    ],
+)
+def test_a_stage_is_finished_only_with_a_result(python_as_front_door, tmp_path, code, status, is_finished):
+    folder = tmp_path / "one"
+    assert figures.run_stage(stage(code), folder, quick=False) == status
+    assert figures.finished(folder) is is_finished
+
+
+def test_what_is_finished_is_not_measured_again(python_as_front_door, tmp_path, monkeypatch, capsys):
+    count = "import pathlib; p = pathlib.Path(r'{out}', 'result.json'); p.open('a').write('1')"
+    monkeypatch.setattr(figures, "STAGES", (stage(count),))
+    words = ["--out", str(tmp_path)]
+    for extra, runs in (([], "1"), ([], "1"), (["--again"], "11")):
+        assert figures.main([*words, *extra]) == 0
+        assert (tmp_path / "one" / "result.json").read_text() == runs
+    assert "measured already" in capsys.readouterr().err
+
+
+def test_a_quick_run_is_not_published(tmp_path):
+    folder = tmp_path / "demo"
+    folder.mkdir()
+    (folder / "finished").write_text("exit status 0, quick\n")
+    with pytest.raises(ValueError, match="measure it in full"):
+        figures.publish([figures.STAGES[0]], tmp_path)
+
+
+def test_server_flags_stay_behind_their_dashes(tmp_path):
+    quality = next(stage for stage in figures.STAGES if stage.name == "quality")
+    command = quality.command(tmp_path, quick=True)
+    assert command.index("--quick") < command.index("--")

@@ -52,8 +52,8 @@ def judge(measurements: Sequence[Mapping[str, Any]], bounds: Bounds) -> Verdict:
     mean_kl, top1 = statistics.fmean(kls), statistics.fmean(tops)
     rules = [
         (mean_kl <= bounds.max_kl, f"mean KL is {mean_kl:.3f} nats, allowed {bounds.max_kl:g}"),
-        (top1 >= bounds.min_top1, f"top-1 agrees in {top1:.0%}, needed {bounds.min_top1:.0%}"),
-        (first >= bounds.min_first, f"first tokens agree in {first:.0%}, needed {bounds.min_first:.0%}"),
+        (top1 >= bounds.min_top1, f"top-1 agrees in {top1:.1%}, needed {bounds.min_top1:.0%}"),
+        (first >= bounds.min_first, f"first tokens agree in {first:.1%}, needed {bounds.min_first:.0%}"),
     ]
     problems = [f"{m['context']}: {m['problem']}" for m in measurements if m["problem"]]
     problems += [text for holds, text in rules if not holds]

@@ -115,7 +115,7 @@ def ratio_table(rounds: Sequence[Record], arms: Sequence[str]) -> str:
 
 
 def plot(records: Sequence[Record], path: Path) -> None:
-    """Distribution of the time to first token, one curve per arm."""
+    """Time to first token: its distribution, one curve per arm, and against the length of the prompt."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -123,15 +123,20 @@ def plot(records: Sequence[Record], path: Path) -> None:
 
     rounds = [r for r in records if r["record"] == "round"]
     refused = refusals(records)
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure, (spread, lengths) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for arm in arms_of(rounds):
-        ttfts = sorted(t for r in rounds if r["arm"] == arm for t in r["ttfts"])
+        mine = [r for r in rounds if r["arm"] == arm]
+        points = [pair for r in mine for pair in zip(r["input_lens"], r["ttfts"], strict=True)]
+        ttfts = sorted(ttft for _, ttft in points)
         shares = [100 * (i + 1) / len(ttfts) for i in range(len(ttfts))]
-        axes.step(ttfts, shares, where="post", label=f"{arm} (gate red)" if arm in refused else arm)
-    axes.set(xlabel="time to first token (s)", ylabel="requests answered by then (%)", xscale="log")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
+        spread.step(ttfts, shares, where="post", label=f"{arm} (gate red)" if arm in refused else arm)
+        lengths.scatter(*zip(*points, strict=True), s=9, alpha=0.6)
+    spread.set(xlabel="time to first token (s)", ylabel="requests answered by then (%)", xscale="log")
+    lengths.set(xlabel="prompt tokens", ylabel="time to first token (s)", yscale="log")
+    spread.legend(frameon=False)
+    for axes in (spread, lengths):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 from .types import Usage
@@ -17,7 +18,7 @@ SERIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "home_tokens_total": ("Tokens of compiled home sequences.", ()),
     "home_wait_seconds_total": ("Seconds that requests stood behind the homes of their blocks.", ()),
     "blocks_total": (
-        "Block lookups, one for each attempt to admit a request: whole, part or none of it was cached.",
+        "Blocks behind exact prefixes, as admission found them: whole, part or none of it was cached.",
         ("found",),
     ),
     "rows_total": ("Virtual rows run in prefill forwards.", ()),
@@ -61,7 +62,10 @@ class Metrics:
         self.add("rows_total", num_rows)
         self.add("copied_tokens_total", num_copied)
 
-    def request_done(self, usage: Usage) -> None:
+    def request_done(self, usage: Usage, found_blocks: Iterable[str] = ()) -> None:
+        """found_blocks: for each block that was looked up, how much of it was found."""
         self.add("requests_total", outcome=usage.skipped_reason or "reused")
         for kind in ("prefix", "reused", "repaired", "fresh"):
             self.add("tokens_total", getattr(usage, f"{kind}_tokens"), kind=kind)
+        for found in found_blocks:
+            self.add("blocks_total", found=found)

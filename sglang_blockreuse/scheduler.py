@@ -213,5 +213,5 @@ def _usage(req: Req, manager: BlockManager) -> list[dict[str, Any]]:
     state = getattr(req, "blockreuse", None)
     if state is None or not req.finished():
         return []
-    manager.metrics.request_done(state.usage)
+    manager.metrics.request_done(state.usage, state.found_blocks)
     return [state.usage.as_dict()]

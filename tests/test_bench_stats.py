@@ -224,6 +224,7 @@ def serving_records(*, gate_problems=(), round_problems=()):
                     "arm": arm,
                     "round": number,
                     "problems": list(round_problems) if arm == "seam" else [],
+                    "input_lens": [1500] * 4,
                     "ttfts": [ttft / 1e3] * 4,
                     "median_ttft_ms": ttft,
                     "p95_ttft_ms": ttft,

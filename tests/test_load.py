@@ -18,6 +18,7 @@ pytestmark = pytest.mark.engine
 NUM_REQUESTS = 300
 NUM_CLIENTS = 12
 NUM_PROMPTS = 15
+MAX_DOCS = 5  # in a prompt
 POOL_TOKENS = 2600
 NEW_TOKENS = 12
 LIBRARY = Library(seed=3, doc_lens=(100, 130, 80, 150, 120, 90))
@@ -38,7 +39,7 @@ def server(model_path, tmp_path_factory):
 
 def test_three_hundred_mixed_requests(server):
     rng = random.Random(11)
-    orders = [rng.sample(range(len(LIBRARY.docs)), rng.randint(2, 5)) for _ in range(NUM_PROMPTS)]
+    orders = [rng.sample(range(len(LIBRARY.docs)), rng.randint(2, MAX_DOCS)) for _ in range(NUM_PROMPTS)]
     cases = take_references(server, [LIBRARY.prompt(order) for order in orders], NEW_TOKENS)
     traffic = MixedTraffic(
         server, cases, policies=POLICIES, num_new_tokens=NEW_TOKENS, tie=2 * FULL_PREFILL_LOGPROB
@@ -51,6 +52,12 @@ def test_three_hundred_mixed_requests(server):
     counts = state_of(server)["counts"]
     assert counts["tokens_total reused"] > 0
     assert "errors_total" not in counts
+    # a request that waits for room is looked up at every step, and counted once
+    num_requests, num_blocks = (
+        sum(value for name, value in counts.items() if name.startswith(series))
+        for series in ("requests_total", "blocks_total")
+    )
+    assert 0 < num_blocks <= MAX_DOCS * num_requests
     # the pressure that this test is about was there
     assert num_retracted(server) > 0
     assert "Traceback" not in server.log_text()

@@ -124,17 +124,10 @@ class BlockManager:
             homes = self._homes(req, state) if state.may_reuse() else []
             wanted = [home for home in homes if home.span.end > covered]
             found = find(self._tree, wanted, start=covered, end=limit, namespace=_namespace(req))
-            self._count(wanted, found)
+            state.found_blocks = tuple(_how_much(home, found) for home in wanted)
             hits += found
             self._adopt(state, hits, start=start, end=end)
         self._account(req, state)
-
-    def _count(self, wanted: Sequence[Home], found: Sequence[Hit]) -> None:
-        held = {hit.segment.block: hit.segment.interval.end for hit in found}
-        for home in wanted:
-            end = held.get(home.block)
-            kind = "none" if end is None else "whole" if end == home.span.end else "part"
-            self.metrics.add("blocks_total", found=kind)
 
     def _may_take_path(self, state: RequestState) -> bool:
         """Under a sparse layer plan an unmarked request has a path too: the answers of earlier turns."""
@@ -270,6 +263,12 @@ class BlockManager:
 def pays(plan: BlockPlan) -> bool:
     """Whether reuse saves more than its rows and copies cost, by counts of tokens."""
     return plan.num_reused >= MIN_REUSED_TOKENS + ROW_COST_TOKENS * (len(plan.runs) - 1)
+
+
+def _how_much(home: Home, found: Sequence[Hit]) -> str:
+    """Of the home's block: "whole", "part" or "none"."""
+    end = next((hit.segment.interval.end for hit in found if hit.segment.block == home.block), None)
+    return "none" if end is None else "whole" if end == home.span.end else "part"
 
 
 def plan_of(req: Any) -> BlockPlan | None:

@@ -73,7 +73,7 @@ STAGES = (
         "serving",
         bench(
             "serving",
-            "--arms stock seam query --policies seam query --budget 0.1 --rounds 3 --requests 24 --sample 24",
+            "--arms stock seam query --policies seam query --rounds 3 --requests 24",
         ),
         "serving.jsonl",
         "serving.png",
@@ -85,7 +85,9 @@ STAGES = (
     ),
     Stage(
         "unmarked",
-        bench("serving", "--traffic cold --arms stock unmarked --rounds 10 --requests 8 --clients 4"),
+        bench(
+            "serving", "--traffic cold --arms stock unmarked --rounds 8 --requests 8 --clients 4 --sample 8"
+        ),
         "serving.jsonl",
     ),
     Stage("soak", bench("soak", "--minutes 20"), "soak.jsonl", quick=("--minutes", "1")),

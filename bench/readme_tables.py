@@ -95,7 +95,9 @@ def quality(found: Sequence[Record]) -> str:
         "|---|" + "---|" * (len(budgets) + 1),
     ]
     none = report_quality.of_arm(measured, "none", 0.0, forced="oracle")
-    policies = sorted({p for p, _, _ in arms} - {"full", "none"}, key=_best_at(measured, baseline, 0.1), reverse=True)
+    policies = sorted(
+        {p for p, _, _ in arms} - {"full", "none"}, key=_best_at(measured, baseline, 0.1), reverse=True
+    )
     for policy in policies:
         cells = []
         for budget in budgets:

@@ -117,7 +117,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--source", type=Path, metavar="JSONL", help="your documents and questions, see documents.py"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sample", type=int, default=6, help="prompts that the gate compares (default: 6)")
+    parser.add_argument("--sample", type=int, default=24, help="prompts that the gate compares (default: 24)")
     for field in dataclasses.fields(gate.Bounds):
         parser.add_argument(f"--gate-{field.name.replace('_', '-')}", type=float, default=field.default)
     parser.add_argument("--url", help="a running server of ours")
@@ -156,7 +156,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     log = Log(options.out / "serving.jsonl")
     log.add({"record": "serving", "environment": environment.describe(), "options": plain(options)})
     with servers_of(options, {arm.server for arm in arms}) as servers:
-        check(options, tokenizer, arms, servers, rounds[0].requests, log)
+        asked = [request for one in rounds for request in one.requests]
+        check(options, tokenizer, arms, servers, asked, log)
         with tqdm(total=len(rounds) * len(arms), desc="serve", file=sys.stderr) as bar:
             for one in rounds:
                 for arm in turn_order(arms, one.number):

@@ -120,11 +120,19 @@ def lines(now: Scrape, before: Scrape | None = None) -> Iterator[Line]:
     yield from _counted("decode rows", "decode_rows_total", "kind", now, before, shares=True)
     yield from _counted("faults", "decode_own_scans_total", "role", now, before, prefix="own scans, ")
     yield _line("faults", "internal errors", "errors_total", now, before)
-    size = now.pool["size"] or 1
-    for owner in POOL_OWNERS:
-        yield Line("KV pool", owner, total=now.pool[owner], share=now.pool[owner] / size)
+    yield from _pool(now.pool)
     for title, name in LATENCIES.items():
         yield from _latency(title, name, now, before)
+
+
+def _pool(pool: Mapping[str, int]) -> Iterator[Line]:
+    """Slots by owner: what the tree and the allocator do not have belongs to running requests."""
+    *parts, whole = POOL_OWNERS
+    size = pool[whole]
+    owners = {owner: pool[owner] for owner in parts}
+    owners |= {"running requests": size - sum(owners.values()), whole: size}
+    for owner, num in owners.items():
+        yield Line("KV pool", owner, total=num, share=num / size if size else None)
 
 
 def _line(group: str, title: str, name: str, now: Scrape, before: Scrape | None, **labels: str) -> Line:

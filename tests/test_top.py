@@ -56,6 +56,7 @@ class TestOnce:
     def test_pool_and_latency_are_shown(self, server, capsys):
         _, shown = top(capsys, "--url", server.url)
         assert re.search(r"KV pool\s+free", shown.out)
+        assert re.search(r"running requests\s+0\s+0.0 %", shown.out)
         assert re.search(r"size\s+4,000\s+100.0 %", shown.out)
         for what in ("mean", "p50", "p95"):
             assert re.search(rf"TTFT {what}\s+\d+ ms", shown.out)

@@ -1,7 +1,7 @@
 """Bytes and operations of one decode step, and the speed-up over dense attention that they allow.
 
-    python bench/limits.py --model MODEL_FOLDER --context 32768 131072 --batch 1 16 [--layer-plan NAME|PATH]
-    python bench/limits.py --heads 8 --q-heads 32 --head-dim 128 --layers 32 --weights-gb 16.06 --plot limits.png
+    sglang-blockreuse bench limits --model MODEL_FOLDER --context 32768 131072 --batch 1 16 [--layer-plan NAME|PATH]
+    sglang-blockreuse bench limits --heads 8 --q-heads 32 --head-dim 128 --layers 32 --weights-gb 16.06
 
 Everything here is arithmetic on sizes, nothing is measured: a floor that a kernel can approach, never a forecast.
 The formulae are those of kernels/README.md, "What a step must read".
@@ -218,7 +218,7 @@ def plot(model: Model, plans: Iterable[Plan], path: Path, batch: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="bench limits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, help="folder with config.json; replaces the five sizes below")
     parser.add_argument("--layers", type=int, default=32)

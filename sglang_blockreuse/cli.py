@@ -16,7 +16,18 @@ from typing import Any
 from . import __version__
 
 # In the order of `--help`; the name of a command is the name of its module.
-COMMANDS = ("serve", "model", "check", "demo", "compile", "plan", "calibrate", "calibrate-blocks", "bench")
+COMMANDS = (
+    "serve",
+    "model",
+    "check",
+    "demo",
+    "compile",
+    "top",
+    "plan",
+    "calibrate",
+    "calibrate-blocks",
+    "bench",
+)
 HANDED_ON = ("serve", "calibrate-blocks")
 
 

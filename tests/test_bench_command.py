@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from report_quality import tables
 from test_bench_stats import measurement
@@ -14,6 +17,16 @@ from sglang_blockreuse.commands import bench
 def test_every_benchmark_explains_itself(name, capsys):
     assert cli.main(["bench", name, "--help"]) == 0
     assert f"usage: bench {name}" in capsys.readouterr().out
+
+
+def test_no_script_takes_the_import_name_of_another_package():
+    """bench/ comes first in the path, so a script there would be imported in place of an installed package."""
+    code = "import kernels, sys; print(kernels.__file__)"
+    folder = bench.find_folder()
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True
+    )
+    assert "site-packages" in done.stdout
 
 
 def test_a_wrong_option_is_the_benchmark_s_own_error(capsys):

@@ -26,6 +26,7 @@ def test_the_commands_are_frozen():
         "check",
         "demo",
         "compile",
+        "top",
         "plan",
         "calibrate",
         "calibrate-blocks",

@@ -1,4 +1,4 @@
-"""Benchmarks: quality per policy and budget, serving against stock SGLang, soak, and reports of their results.
+"""Benchmarks: quality, tasks, serving against stock SGLang, soak, scale, kernels, limits, reports of their results.
 
 They live in bench/ of the source repository and are no part of the wheel: the folder is looked for beside the
 installed package (a clone installed with `pip install -e '.[bench]'`), then in the current folder. Every benchmark
@@ -14,7 +14,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 HELP = "measure quality, serving and endurance (from a clone of the repository)"
-BENCHMARKS = ("quality", "serving", "soak", "figures", "report")
+BENCHMARKS = ("quality", "tasks", "serving", "soak", "scale", "kernels", "limits", "figures", "report")
+# `kernels` is an import name that SGLang's own dependency owns, and bench/ comes first in the path of every benchmark
+SCRIPTS = {"kernels": "kernel_times.py"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,12 +35,12 @@ def run_script(name: str, words: Sequence[str]) -> int:
     if folder is None:
         searched = ", ".join(str(place) for place in places())
         print(
-            f"sglang-blockreuse bench: there is no bench/{name}.py in {searched}. Benchmarks are not "
+            f"sglang-blockreuse bench: there is no bench/{script_of(name)} in {searched}. Benchmarks are not "
             "part of the wheel: clone the repository and run this there, or `pip install -e '.[bench]'` in the clone.",
             file=sys.stderr,
         )
         return 2
-    script = folder / f"{name}.py"
+    script = folder / script_of(name)
     # as `python bench/quality.py` would have it: the script's folder comes first
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
@@ -52,6 +54,10 @@ def run_script(name: str, words: Sequence[str]) -> int:
     return 0
 
 
+def script_of(name: str) -> str:
+    return SCRIPTS.get(name, f"{name}.py")
+
+
 def places() -> Iterator[Path]:
     """Folders that may be bench/, first match wins."""
     yield Path(__file__).resolve().parents[2] / "bench"
@@ -59,4 +65,6 @@ def places() -> Iterator[Path]:
 
 
 def find_folder() -> Path | None:
-    return next((place for place in places() if all((place / f"{b}.py").is_file() for b in BENCHMARKS)), None)
+    return next(
+        (place for place in places() if all((place / script_of(b)).is_file() for b in BENCHMARKS)), None
+    )

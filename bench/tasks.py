@@ -18,6 +18,7 @@ import importlib.util
 import json
 import os
 import random
+import shutil
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -146,8 +147,7 @@ def evaluate(
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    folders = [str(folder) for folder in (OWN_FOLDER, options.include_path) if folder]
-    own = {"task": OWN_TASK, "dataset_kwargs": {"data_files": str(rows)}}
+    folders = [str(folder) for folder in (own_folder(rows), options.include_path) if folder]
     before = tokens_of(server)
     results = simple_evaluate(
         model="local-completions",
@@ -158,7 +158,7 @@ def evaluate(
             "tokenized_requests": False,
             "num_concurrent": 1,
         },
-        tasks=[own if name == OWN_TASK else name for name in options.tasks],
+        tasks=options.tasks,
         task_manager=TaskManager(include_path=folders),
         gen_kwargs={"custom_params": params, "temperature": 0},
         limit=options.limit,
@@ -168,6 +168,15 @@ def evaluate(
     share = done["reused"] / max(1, sum(done.values()))
     problem = "the server reused nothing" if arm != "exact" and share == 0 else None
     return [score_of(name, results["samples"][name], arm, share, problem) for name in options.tasks]
+
+
+def own_folder(rows: Path) -> Path:
+    """A folder beside the rows with our task, which names them: lm-eval reads files and merges nothing into them."""
+    folder = rows.parent / "lm_eval_tasks"
+    shutil.copytree(OWN_FOLDER, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    kwargs = json.dumps({"data_files": str(rows)})
+    (folder / "facts.yaml").write_text(f"{(OWN_FOLDER / 'facts.yaml').read_text()}dataset_kwargs: {kwargs}\n")
+    return folder
 
 
 def score_of(

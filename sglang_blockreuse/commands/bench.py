@@ -1,4 +1,4 @@
-"""Benchmarks: quality, serving against stock SGLang, soak, scale, kernels, limits, reports of their results.
+"""Benchmarks: quality, tasks, serving against stock SGLang, soak, scale, kernels, limits, reports of their results.
 
 They live in bench/ of the source repository and are no part of the wheel: the folder is looked for beside the
 installed package (a clone installed with `pip install -e '.[bench]'`), then in the current folder. Every benchmark
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 HELP = "measure quality, serving and endurance (from a clone of the repository)"
-BENCHMARKS = ("quality", "serving", "soak", "scale", "kernels", "limits", "figures", "report")
+BENCHMARKS = ("quality", "tasks", "serving", "soak", "scale", "kernels", "limits", "figures", "report")
 # `kernels` is an import name that SGLang's own dependency owns, and bench/ comes first in the path of every benchmark
 SCRIPTS = {"kernels": "kernel_times.py"}
 

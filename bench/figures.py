@@ -80,7 +80,7 @@ STAGES = (
     ),
     Stage(
         "cold",
-        bench("serving", "--traffic cold --arms stock seam --rounds 6 --requests 8 --clients 1"),
+        bench("serving", "--traffic cold --arms stock seam --rounds 5 --requests 8 --clients 1"),
         "serving.jsonl",
     ),
     Stage(

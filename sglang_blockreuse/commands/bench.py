@@ -1,4 +1,4 @@
-"""Benchmarks: quality per policy and budget, serving against stock SGLang, soak, and reports of their results.
+"""Benchmarks: quality per policy and budget, serving against stock SGLang, retrieval under a layer plan, soak, reports.
 
 They live in bench/ of the source repository and are no part of the wheel: the folder is looked for beside the
 installed package (a clone installed with `pip install -e '.[bench]'`), then in the current folder. Every benchmark
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 HELP = "measure quality, serving and endurance (from a clone of the repository)"
-BENCHMARKS = ("quality", "serving", "soak", "report")
+BENCHMARKS = ("quality", "serving", "retrieval", "soak", "report")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

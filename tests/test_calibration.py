@@ -20,6 +20,7 @@ from sglang_blockreuse.layers.calibration.search import (
     demotions,
     lendings,
     prior,
+    promotions,
     shifts,
 )
 from sglang_blockreuse.layers.calibration.texts import ALL_KINDS, CHOICE, HELD_OUT, KINDS, SEARCH, Texts
@@ -191,6 +192,7 @@ class TestSearch:
         assert list(demotions("DFRF", "R")) == ["DFRR"]
         assert list(shifts("FRRF")) == ["FRFR"]
         assert list(cheapenings("FXR")) == ["FRR"]
+        assert list(promotions("FXR")) == ["FFR", "FXF"]
         assert list(demotions("FFFX", "X")) == ["FXFX", "FFXX"]
         assert list(lendings("FFXR", 2, "XR")) == ["F F X0 R", "FFRR", "F F R0 R"]
         assert list(lendings("FFXR", 3, "R")) == ["F F X R1", "F F X R0"]
@@ -213,6 +215,9 @@ class TestSearch:
         swept = search.sweep(polished.pattern, "R", lambda pattern: pattern.startswith("F"))
         assert swept.kl <= polished.kl
         assert swept.num_full == 4
+        exchanged = search.exchange(swept.pattern, "R", 1)
+        assert exchanged.kl <= swept.kl
+        assert exchanged.num_full == 4
         cheap = search.cheapen("FXXF" + "R" * 26, lambda pattern: "X" not in pattern)
         assert cheap.pattern == "FRRF" + "R" * 26
 

@@ -158,6 +158,7 @@ class _Run:
         found = search.shrink(start, arguments.follower, arguments.full)
         found = search.polish(found.pattern, arguments.rounds)
         if arguments.rounds:
+            found = search.exchange(found.pattern, arguments.follower, arguments.rounds)
             found = search.sweep(found.pattern, arguments.follower)
         if arguments.bytes:
             found = search.cheapen(found.pattern, lambda pattern: self._share(pattern) <= arguments.bytes)

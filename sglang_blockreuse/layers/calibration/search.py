@@ -107,6 +107,17 @@ class Search:
             found = self._note(better) if better.kl < found.kl else found
         return found
 
+    def exchange(self, pattern: str, follower: str, rounds: int) -> Found:
+        """One full layer more where that helps most, and one less where that harms least, as long as it helps."""
+        found = self._note(self.measure(pattern))
+        for _ in range(rounds):
+            more = self._best_of(found.pattern, list(promotions(found.pattern)))
+            less = self._best_of(more.pattern, list(demotions(more.pattern, follower)))
+            if less.kl >= found.kl:
+                break
+            found = self._note(less)
+        return found
+
     def cheapen(self, pattern: str, enough: Callable[[str], bool]) -> Found:
         """Turn reindex layers into reuse, the least harmful first, until `enough`, or no layer is left to turn."""
         found = self._note(self.measure(pattern))
@@ -178,6 +189,15 @@ def demotions(pattern: str, follower: str) -> Iterator[str]:
     full = [layer for layer, word in enumerate(words) if word[0] in "AF"]
     for layer in full[1:]:
         yield _with(words, {layer: follower})
+
+
+def promotions(pattern: str) -> Iterator[str]:
+    """One full layer more."""
+    words = split(pattern)
+    first = next(layer for layer, word in enumerate(words) if word[0] in "AF")
+    for layer in range(first + 1, len(words)):
+        if words[layer][0] in "XR":
+            yield _with(words, {layer: "F"})
 
 
 def shifts(pattern: str) -> Iterator[str]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import launch
 from records import Log, plain
-from retrieval_cases import KINDS, NUM_DIGITS, Case, cases_of, first_line, is_right
+from retrieval_cases import KINDS, NUM_DIGITS, Case, cases_of, is_right, said
 from tqdm import tqdm
 
 from sglang_blockreuse.demo import environment
@@ -28,7 +28,7 @@ from sglang_blockreuse.server_process import Server
 QUICK = {"cases": 4}
 MODES = {"dense": "exact", "plan": "off"}
 ROWS = {"dense": "exact", "plan": "sparse"}
-NUM_NEW_TOKENS = NUM_DIGITS + 4
+NUM_NEW_TOKENS = NUM_DIGITS + 4  # the space before the digits, and what ends the answer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,7 +103,7 @@ def measure(server: Server, cases: Iterable[Case], options: Any, log: Log) -> No
             record["right"] = is_right(case, record["dense"])
             if record["right"]:
                 record["plan"] = ask(server, case, "plan")
-                record["same"] = first_line(record["plan"]) == first_line(record["dense"])
+                record["same"] = said(record["plan"]) == said(record["dense"])
                 num_right += 1
                 bar.update()
             log.add(record)
@@ -119,7 +119,7 @@ def ask(server: Server, case: Case, arm: str) -> str:
         sampling_params={
             "temperature": 0,
             "max_new_tokens": NUM_NEW_TOKENS,
-            "stop": ["\n"],
+            "stop": [".", ",", "\n"],
             "custom_params": {"blockreuse_mode": MODES[arm]},
         },
     )
@@ -151,7 +151,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     for name, kinds in (*((kind, (kind,)) for kind in KINDS), ("all", KINDS)):
         drawn = [record for record in cases if record["kind"] in kinds]
         right = [record for record in drawn if record["right"]]
-        too = sum(first_line(r["plan"]).split(" ")[0].rstrip(".,") == r["answer"] for r in right)
+        too = sum(said(record["plan"]) == record["answer"] for record in right)
         same = sum(record["same"] for record in right)
         shares = (f"{n} of {len(right)} ({n / max(1, len(right)):.0%})" for n in (too, same))
         lines.append(" | ".join([name, str(len(drawn)), str(len(right)), *shares]))

@@ -11,6 +11,7 @@ questions share a context, which the server then prefills once.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -50,13 +51,13 @@ def cases_of(
         context += 1
 
 
-def first_line(text: str) -> str:
-    """What an answer is compared by: the line it begins with, without a full stop."""
-    return text.strip().split("\n")[0].strip().rstrip(".")
+def said(text: str) -> str:
+    """What an answer is judged by: its words up to the end of the sentence or line; chatter behind it is no answer."""
+    return re.split(r"[.,\n]", text.strip())[0].strip()
 
 
 def is_right(case: Case, text: str) -> bool:
-    return first_line(text).split(" ")[0].rstrip(".,") == case.answer
+    return said(text) == case.answer
 
 
 def _needles(

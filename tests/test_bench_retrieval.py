@@ -8,7 +8,7 @@ import itertools
 import pytest
 import retrieval
 from records import Log
-from retrieval_cases import KINDS, Case, cases_of, first_line, is_right
+from retrieval_cases import KINDS, Case, cases_of, is_right, said
 from servers import extended_server
 
 from sglang_blockreuse.layers.calibration.pattern import pattern_of, plan_of
@@ -74,8 +74,10 @@ class TestScoring:
     def test_right_is_the_whole_number_at_the_start(self, text, right):
         assert is_right(self.CASE, text) is right
 
-    def test_answers_are_compared_by_their_first_line(self):
-        assert first_line(" 12.\nx") == first_line("12") != first_line("13")
+    def test_answers_are_compared_without_the_chatter_behind_them(self):
+        assert said(" 12. The gate") == said("12\nx") == "12"
+        assert said("12") != said("13")
+        assert said("12 and more") != said("12")
 
     def test_the_table_counts_what_dense_decode_answers(self):
         head = {

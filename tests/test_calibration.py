@@ -200,7 +200,8 @@ class TestSearch:
 
     def test_a_layer_that_lends_no_more_is_forgotten(self):
         assert list(demotions("F F X0 R", "R")) == ["FRXR"]
-        assert "F X F X0" not in list(shifts("F F X X0"))
+        assert list(demotions("F F F X1", "R")) == ["FRFX", "FFRX"]
+        assert list(shifts("F F X X0")) == ["F X F X0"]
         assert list(shifts("FXFX")) == ["FFXX", "FXXF"]
 
     def test_every_step_is_measured_on_the_pattern_at_hand(self, case):
@@ -237,7 +238,7 @@ def _relabelled(case, kind):
 
 
 def test_a_pattern_is_a_plan_and_back():
-    elsewhere = " ".join(["A", "F", "X0", "R0", "R", "X"] + ["X1"] * 24)
+    elsewhere = " ".join(["A", "F", "X0", "R0", "R"] + ["X"] * 25)
     for pattern in (MIXED, uniform(30, 4, "X", first=2), "D" * 30, elsewhere):
         assert pattern_of(plan_of(pattern, SMALL, name="x").bind(30, None)) == pattern
     assert bound_of("FXRR", SMALL).layers[3].anchor == 1

@@ -23,6 +23,8 @@ from ..layers.plan_loader import LayerPlan, load_plan
 # what a reader needs to repeat a report; paths of this machine are no part of it
 ENVIRONMENT = ("time", "commit", "python", "packages", "hardware")
 
+SEARCH_OPTIONS = {"name", "full", "follower", "start", "bytes", "rounds", "min_seq_len"}
+
 HELP = "find a layer plan for a model, or judge plans, with a report"
 
 
@@ -71,6 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N|KIND=N",
         help="texts of each of the five kinds, or of these kinds, searched and judged (default: 2)",
     )
+    parser.add_argument(
+        "--skip", type=int, default=0, metavar="N", help="leave out the first N texts of each kind"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -105,7 +110,7 @@ class _Run:
 
         report = Report(
             model=self.arguments.model.name,
-            options={k: str(v) for k, v in vars(self.arguments).items() if k not in ("run", "out", "model")},
+            options=self._options(),
             environment={key: environment.describe()[key] for key in ENVIRONMENT},
             judged=[],
         )
@@ -113,6 +118,13 @@ class _Run:
         self._judge(report, plans)
         report.write(self.arguments.out)
         print(report.to_markdown())
+
+    def _options(self) -> dict[str, str]:
+        """What decides the report, as text; options of the search only where one was made."""
+        left_out = {"run", "out", "model"}
+        if self.arguments.evaluate:
+            left_out |= SEARCH_OPTIONS
+        return {key: str(value) for key, value in vars(self.arguments).items() if key not in left_out}
 
     def _wanted(self) -> dict[str, int]:
         """Number of texts by kind."""
@@ -135,6 +147,7 @@ class _Run:
         nums = self._wanted()
         # kinds take turns, so that none has the long texts
         rounds = range(max(nums.values()))
+        first_seed += self.arguments.skip
         wanted = [(kind, first_seed + i) for i in rounds for kind, num in nums.items() if i < num]
         step = (high - low) // max(1, len(wanted) - 1)
         return [

@@ -99,26 +99,27 @@ class TestScoring:
 
 
 # the shipped pattern, for contexts that a test can afford
-GOOD = Selection(final_k=196, pool_size=324, min_seq_len=256)
-# sinks, window and a handful: what lies between is not read
-BLIND = Selection(final_k=40, pool_size=40, sink=4, window=32, min_seq_len=256)
+GOOD = (None, Selection(final_k=196, pool_size=324, min_seq_len=256))
+# all layers read what the first one chose: sinks, a window and one position
+BLIND = ("F" + "R" * (NUM_LAYERS - 1), Selection(final_k=37, sink=4, window=32, min_seq_len=256))
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    ("selection", "least", "most"), [(GOOD, 0.8, 1.0), (BLIND, 0.0, 0.4)], ids=["good", "blind"]
+    ("plan_words", "least", "most"), [(GOOD, 0.8, 1.0), (BLIND, 0.0, 0.4)], ids=["good", "blind"]
 )
 def test_a_plan_that_reads_too_little_is_seen_to_lose_the_needles(
-    selection, least, most, model_path, num_tokens, tmp_path
+    plan_words, least, most, model_path, num_tokens, tmp_path
 ):
-    pattern = pattern_of(load_plan("smollm2-135m-three-role").bind(NUM_LAYERS, None))
+    pattern, selection = plan_words
+    pattern = pattern or pattern_of(load_plan("smollm2-135m-three-role").bind(NUM_LAYERS, None))
     plan = tmp_path / "plan.yaml"
     plan.write_text(plan_of(pattern, selection, name="test").to_yaml())
     log = Log(tmp_path / "retrieval.jsonl")
     flags = ("--max-total-tokens", "4000", "--layer-plan", str(plan))
     with extended_server(model_path, *flags, log=tmp_path / "server.log") as server:
         for kind in KINDS:
-            retrieval.measure(server, draw(kind, num_tokens, 12), argparse.Namespace(cases=5), log)
+            retrieval.measure(server, draw(kind, num_tokens, 9), argparse.Namespace(cases=5), log)
     same = [record["same"] for record in log.of(right=True)]
     assert len(same) >= 5, "dense decode answers some, else this says nothing"
     assert least <= sum(same) / len(same) <= most

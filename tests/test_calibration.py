@@ -9,12 +9,21 @@ import torch
 
 from sglang_blockreuse.cli import main
 from sglang_blockreuse.layers.calibration.case import Case, Figures, evaluate
+from sglang_blockreuse.layers.calibration.judge import at_budget, interval
 from sglang_blockreuse.layers.calibration.llama import Llama, UnsupportedModel
 from sglang_blockreuse.layers.calibration.overlap import MEASURES, collect
 from sglang_blockreuse.layers.calibration.pattern import bound_of, pattern_of, plan_of, uniform
 from sglang_blockreuse.layers.calibration.replay import replay
-from sglang_blockreuse.layers.calibration.search import Search, cheapenings, demotions, prior, shifts
-from sglang_blockreuse.layers.calibration.texts import KINDS, Texts
+from sglang_blockreuse.layers.calibration.search import (
+    Search,
+    cheapenings,
+    demotions,
+    lendings,
+    prior,
+    promotions,
+    shifts,
+)
+from sglang_blockreuse.layers.calibration.texts import ALL_KINDS, CHOICE, HELD_OUT, KINDS, SEARCH, Texts
 from sglang_blockreuse.layers.plan import Selection
 from sglang_blockreuse.layers.plan_loader import load_plan
 
@@ -44,7 +53,7 @@ class TestEvaluator:
 
     def test_reading_everything_is_dense(self, case):
         everything = Selection(final_k=400, pool_size=400)
-        for pattern in ("F" * NUM_LAYERS, MIXED, "D" * NUM_LAYERS):
+        for pattern in ("F" * NUM_LAYERS, MIXED, "A" + MIXED[1:], "D" * NUM_LAYERS):
             log_probs, _ = case.log_probs(bound_of(pattern, everything))
             assert (log_probs - case.dense).abs().max() < ROUNDING
 
@@ -97,7 +106,7 @@ def test_other_models_are_refused_by_name(tmp_path, model_path):
 
 
 class TestTexts:
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("kind", ALL_KINDS)
     def test_every_kind_has_the_length_that_is_asked_for(self, texts, kind):
         ids = texts.make(kind, 3, 700)
         assert len(ids) == 700
@@ -108,9 +117,36 @@ class TestTexts:
         ids = texts.make("copy", 0, 800)
         assert ids[-200:] == ids[ids.index(ids[-200]) :][:200] or _occurs_twice(ids, ids[-60:])
 
+    def test_pairs_come_back_in_another_order(self, texts, model_path):
+        from tokenizers import Tokenizer
+
+        text = Tokenizer.from_file(str(model_path / "tokenizer.json")).decode(texts.make("pairs", 0, 600))
+        first, second = (part.splitlines() for part in text.split("\n\n"))
+        assert set(second[:-1]) < set(first)
+        assert [line for line in first if line in second] != second[:-1]
+
+    @pytest.mark.parametrize("kind", ["prose", "code", "copy"])
+    def test_what_judges_is_cut_from_chapters_that_the_search_never_saw(self, texts, kind):
+        """No stretch of 40 tokens is in both, while texts of one set share some where there are few chapters."""
+        sets = {
+            first: [texts.make(kind, first + i, 3000) for i in range(6)]
+            for first in (SEARCH, CHOICE, HELD_OUT)
+        }
+        stretches = {
+            first: [{tuple(ids[at : at + 40]) for at in range(len(ids) - 40)} for ids in made]
+            for first, made in sets.items()
+        }
+        for one, other in ((SEARCH, CHOICE), (SEARCH, HELD_OUT), (CHOICE, HELD_OUT)):
+            assert not set().union(*stretches[one]) & set().union(*stretches[other])
+        assert kind == "code" or any(
+            a & b for i, a in enumerate(stretches[SEARCH]) for b in stretches[SEARCH][:i]
+        )
+
     def test_an_unknown_kind_is_refused(self, texts):
         with pytest.raises(ValueError, match="kind 'poem' is unknown"):
             texts.make("poem", 0, 10)
+        with pytest.raises(ValueError, match="seed is 3000, but seeds run from 0 to 2999"):
+            texts.make("prose", 3000, 10)
 
 
 def _occurs_twice(ids, part):
@@ -156,23 +192,74 @@ class TestSearch:
         assert list(demotions("DFRF", "R")) == ["DFRR"]
         assert list(shifts("FRRF")) == ["FRFR"]
         assert list(cheapenings("FXR")) == ["FRR"]
+        assert list(promotions("FXR")) == ["FFR", "FXF"]
+        assert list(demotions("FFFX", "X")) == ["FXFX", "FFXX"]
+        assert list(lendings("FFXR", 2, "XR")) == ["F F X0 R", "FFRR", "F F R0 R"]
+        assert list(lendings("FFXR", 3, "R")) == ["F F X R1", "F F X R0"]
+        assert list(lendings("FFXR", 1, "XR")) == []
+
+    def test_a_layer_that_lends_no_more_is_forgotten(self):
+        assert list(demotions("F F X0 R", "R")) == ["FRXR"]
+        assert list(demotions("F F F X1", "R")) == ["FRFX", "FFRX"]
+        assert list(shifts("F F X X0")) == ["F X F X0"]
+        assert list(shifts("FXFX")) == ["FFXX", "FXXF"]
 
     def test_every_step_is_measured_on_the_pattern_at_hand(self, case):
         search = Search([case], SMALL, num_screened=1, num_confirmed=1)
         found = search.shrink("FFRFFF" + "R" * 24, "R", 4)
         assert found.num_full == 4
-        assert found.kl == pytest.approx(search.measure(found.pattern), rel=1e-3)
-        others = [search.measure(other) for other in demotions("FFRFFF" + "R" * 24, "R")]
+        assert found.kl == pytest.approx(search.measure(found.pattern).kl, rel=1e-3)
+        others = [search.measure(other).kl for other in demotions("FFRFFF" + "R" * 24, "R")]
         assert found.kl == pytest.approx(min(others), rel=1e-3)
         polished = search.polish(found.pattern, 1)
         assert polished.kl <= found.kl
+        swept = search.sweep(polished.pattern, "R", lambda pattern: pattern.startswith("F"))
+        assert swept.kl <= polished.kl
+        assert swept.num_full == 4
+        exchanged = search.exchange(swept.pattern, "R", 1)
+        assert exchanged.kl <= swept.kl
+        assert exchanged.num_full == 4
+        cheap = search.cheapen("FXXF" + "R" * 26, lambda pattern: "X" not in pattern)
+        assert cheap.pattern == "FRRF" + "R" * 26
+
+    def test_kinds_weigh_alike_and_the_worst_is_named(self, case):
+        search = Search([case, case, _relabelled(case, "other")], SMALL)
+        found = search.measure("F" * NUM_LAYERS)
+        assert found.kl == pytest.approx(found.worst_kl)
+        assert found.worst in ("prose", "other")
+
+
+def _relabelled(case, kind):
+    from copy import copy
+
+    other = copy(case)
+    other.kind = kind
+    return other
 
 
 def test_a_pattern_is_a_plan_and_back():
-    for pattern in (MIXED, uniform(30, 4, "X", first=2), "D" * 30):
+    elsewhere = " ".join(["A", "F", "X0", "R0", "R"] + ["X"] * 25)
+    for pattern in (MIXED, uniform(30, 4, "X", first=2), "D" * 30, elsewhere):
         assert pattern_of(plan_of(pattern, SMALL, name="x").bind(30, None)) == pattern
     assert bound_of("FXRR", SMALL).layers[3].anchor == 1
     assert uniform(6, 3, "R", first=1) == "DFRRFR"
+    layers = bound_of(elsewhere, SMALL).layers
+    assert layers[0].attend == "all"
+    assert [layer.anchor for layer in layers[:7]] == [None, None, 0, 0, 2, 1, 1]
+
+
+def test_a_plan_at_another_budget_keeps_the_multiple_of_its_pool():
+    plan = bound_of("FXX", Selection(final_k=196, pool_size=324))
+    selection = at_budget(plan, 64).selection
+    assert (selection.final_k, selection.pool_size) == (132, 196)
+    assert at_budget(plan, 128) == plan
+    assert at_budget(bound_of("FRR", Selection(final_k=196)), 256).selection.pool_size is None
+
+
+def test_the_interval_is_that_of_the_mean():
+    low, high = interval([1.0, 2.0, 3.0, 4.0])
+    assert 1.0 < low < 2.5 < high < 4.0
+    assert interval([2.0, 2.0]) == (2.0, 2.0)
 
 
 def test_figures_weigh_rows_alike():
@@ -209,7 +296,7 @@ def test_calibrate_writes_a_plan_that_loads_and_a_report(model_path, tmp_path, c
         "--name",
         "found",
     ]
-    words += ["--start", "F" * 30]
+    words += ["--start", "F" * 30, "--k", "12", "30"]
     assert main(words) == 0
     plan = load_plan(tmp_path / "plan.yaml")
     assert plan.name == "found"
@@ -221,7 +308,11 @@ def test_calibrate_writes_a_plan_that_loads_and_a_report(model_path, tmp_path, c
         "groups of 4, reuse",
     }
     assert report["search"][-1]["num_full"] == 29
-    assert set(report["held_out"][0]["kl_by_kind"]) == set(KINDS)
+    judged = report["held_out"][0]
+    assert set(judged["kl_by_kind"]) == set(judged["nll_by_kind"]) == set(KINDS)
+    assert judged["k"] == 12
+    assert judged["kl_interval"][0] <= judged["kl"] <= judged["kl_interval"][1]
+    assert {row["k"] for row in report["held_out"]} == {12, 30}
     for file in ("report.json", "report.md"):
         text = (tmp_path / file).read_text()
         assert str(model_path) not in text
@@ -232,7 +323,9 @@ def test_calibrate_writes_a_plan_that_loads_and_a_report(model_path, tmp_path, c
     assert "found" in capsys.readouterr().out
 
 
-def test_calibrate_says_what_it_cannot_do(tmp_path, capsys):
+def test_calibrate_says_what_it_cannot_do(tmp_path, capsys, model_path):
+    assert main(["calibrate", str(model_path), "--texts", "copy=many", "--out", str(tmp_path)]) == 1
+    assert "--texts copy=many: give one number" in capsys.readouterr().err
     assert main(["calibrate", str(tmp_path / "missing")]) == 1
     assert "config.json" in capsys.readouterr().err
 

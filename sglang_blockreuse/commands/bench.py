@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """Benchmarks: quality, tasks, serving against stock SGLang, soak, scale, kernels, limits, reports of their results.
+=======
+"""Benchmarks: quality per policy and budget, serving against stock SGLang, retrieval under a layer plan, soak, reports.
+>>>>>>> plans
 
 They live in bench/ of the source repository and are no part of the wheel: the folder is looked for beside the
 installed package (a clone installed with `pip install -e '.[bench]'`), then in the current folder. Every benchmark
@@ -14,9 +18,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 HELP = "measure quality, serving and endurance (from a clone of the repository)"
-BENCHMARKS = ("quality", "tasks", "serving", "soak", "scale", "kernels", "limits", "figures", "report")
-# `kernels` is an import name that SGLang's own dependency owns, and bench/ comes first in the path of every benchmark
-SCRIPTS = {"kernels": "kernel_times.py"}
+BENCHMARKS = (
+    "quality",
+    "tasks",
+    "serving",
+    "retrieval",
+    "soak",
+    "scale",
+    "kernels",
+    "limits",
+    "figures",
+    "report",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

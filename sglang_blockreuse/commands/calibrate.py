@@ -4,8 +4,10 @@
     sglang-blockreuse calibrate MODEL --evaluate NAME|PATH ... --out DIR      judge plans that exist
 
 A search begins with the pattern that loses the least softmax mass (dynamic programming over a table measured in one
-dense pass), or with --start, turns full layers into followers until --full are left, and then moves them about; every
-step is measured on the model. The folder gets plan.yaml, report.md, report.json and two plots.
+dense pass), or with --start, turns full layers into followers until --full are left, moves them about, and lets every
+follower choose its lender; every step is measured on the model. With --bytes, reindex layers then become reuse, the
+least harmful first, until a step reads that share of the bytes of dense decode. What is found is judged on texts that
+the search did not see (--on). The folder gets plan.yaml, report.md, report.json and two plots.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from ..layers.plan_loader import LayerPlan, load_plan
 # what a reader needs to repeat a report; paths of this machine are no part of it
 ENVIRONMENT = ("time", "commit", "python", "packages", "hardware")
 
+SEARCH_OPTIONS = {"name", "full", "follower", "start", "bytes", "rounds", "min_seq_len"}
+
 HELP = "find a layer plan for a model, or judge plans, with a report"
 
 
@@ -31,14 +35,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("calibration"), metavar="DIR")
     parser.add_argument("--name", default="calibrated", help="name of the plan that is found")
     parser.add_argument("--evaluate", nargs="+", metavar="PLAN", help="judge these plans, search nothing")
+    parser.add_argument(
+        "--k",
+        nargs="+",
+        type=int,
+        metavar="K",
+        help="judge at these numbers of chosen positions, pools in proportion, in place of the plans' own",
+    )
+    parser.add_argument(
+        "--on",
+        choices=("choice", "held-out"),
+        default="held-out",
+        help="texts to judge on: those to choose among plans, or those that nothing was chosen on",
+    )
     parser.add_argument("--full", type=int, default=10, help="full layers to end with (default: 10)")
     parser.add_argument(
         "--follower", choices=("R", "X"), default="R", help="R reuses indices, X reranks in a pool"
     )
     parser.add_argument(
-        "--start", metavar="PATTERN", help="begin with this pattern, one letter of D F X R per layer"
+        "--start", metavar="PATTERN", help="begin with this pattern, one letter of D A F X R per layer"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="moves of full layers at the end (default: 3)")
+    parser.add_argument("--bytes", type=float, metavar="SHARE", help="of dense decode, a plan of three roles")
+    parser.add_argument("--rounds", type=int, default=3, help="moves of full layers (default: 3)")
     parser.add_argument(
         "--final-k", type=int, default=196, help="positions read per row, sinks and window included"
     )
@@ -49,7 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=32, help="forced decode rows per text (default: 32)")
     parser.add_argument("--lengths", type=int, nargs=2, default=(2000, 3600), metavar=("LOW", "HIGH"))
     parser.add_argument(
-        "--texts", type=int, default=2, help="texts of each kind, searched and judged (default: 2)"
+        "--texts",
+        nargs="+",
+        default=["2"],
+        metavar="N|KIND=N",
+        help="texts of each of the five kinds, or of these kinds, searched and judged (default: 2)",
+    )
+    parser.add_argument(
+        "--skip", type=int, default=0, metavar="N", help="leave out the first N texts of each kind"
     )
 
 
@@ -85,7 +110,7 @@ class _Run:
 
         report = Report(
             model=self.arguments.model.name,
-            options={k: str(v) for k, v in vars(self.arguments).items() if k not in ("run", "out", "model")},
+            options=self._options(),
             environment={key: environment.describe()[key] for key in ENVIRONMENT},
             judged=[],
         )
@@ -94,14 +119,36 @@ class _Run:
         report.write(self.arguments.out)
         print(report.to_markdown())
 
+    def _options(self) -> dict[str, str]:
+        """What decides the report, as text; options of the search only where one was made."""
+        left_out = {"run", "out", "model"}
+        if self.arguments.evaluate:
+            left_out |= SEARCH_OPTIONS
+        return {key: str(value) for key, value in vars(self.arguments).items() if key not in left_out}
+
+    def _wanted(self) -> dict[str, int]:
+        """Number of texts by kind."""
+        from ..layers.calibration.texts import KINDS
+
+        words = self.arguments.texts
+        try:
+            if len(words) == 1 and "=" not in words[0]:
+                return dict.fromkeys(KINDS, int(words[0]))
+            return {kind: int(num) for kind, _, num in (word.partition("=") for word in words)}
+        except ValueError:
+            raise ValueError(f"--texts {' '.join(words)}: give one number, or KIND=N for each kind") from None
+
     def _cases(self, first_seed: int, what: str) -> list[Any]:
         from tqdm import tqdm
 
         from ..layers.calibration.case import Case
-        from ..layers.calibration.texts import KINDS
 
         low, high = self.arguments.lengths
-        wanted = [(kind, first_seed + i) for i in range(self.arguments.texts) for kind in KINDS]
+        nums = self._wanted()
+        # kinds take turns, so that none has the long texts
+        rounds = range(max(nums.values()))
+        first_seed += self.arguments.skip
+        wanted = [(kind, first_seed + i) for i in rounds for kind, num in nums.items() if i < num]
         step = (high - low) // max(1, len(wanted) - 1)
         return [
             Case(self.model, kind, self.texts.make(kind, seed, low + i * step), self.arguments.rows)
@@ -112,9 +159,10 @@ class _Run:
         from ..layers.calibration.overlap import collect
         from ..layers.calibration.pattern import plan_of
         from ..layers.calibration.search import Search, prior
+        from ..layers.calibration.texts import SEARCH
 
         arguments = self.arguments
-        cases = self._cases(0, "texts to search on")
+        cases = self._cases(SEARCH, "texts to search on")
         report.overlap = collect(cases, self.selection)
         start = arguments.start or prior(
             report.overlap.loss(arguments.follower), arguments.full, arguments.follower
@@ -122,6 +170,11 @@ class _Run:
         search = Search(cases, self.selection, report=lambda line: print(line, file=sys.stderr))
         found = search.shrink(start, arguments.follower, arguments.full)
         found = search.polish(found.pattern, arguments.rounds)
+        if arguments.rounds:
+            found = search.exchange(found.pattern, arguments.follower, arguments.rounds)
+            found = search.sweep(found.pattern, arguments.follower)
+        if arguments.bytes:
+            found = search.cheapen(found.pattern, lambda pattern: self._share(pattern) <= arguments.bytes)
         report.history = search.history
         selection = self._served_selection()
         plan = plan_of(
@@ -135,6 +188,15 @@ class _Run:
         (arguments.out / "plan.yaml").write_text(plan.to_yaml())
         return plan
 
+    def _share(self, pattern: str) -> float:
+        """Bytes of a step over those of dense decode, for the longest text."""
+        from ..layers.calibration.pattern import bound_of
+        from ..layers.plan_explain import explain
+
+        plan = bound_of(pattern, self.selection)
+        cost = explain(plan, self._shape(), num_tokens=self.arguments.lengths[1], batch=1)
+        return cost.total_bytes / cost.dense_bytes
+
     def _served_selection(self) -> Selection:
         from msgspec.structs import replace
 
@@ -143,25 +205,35 @@ class _Run:
     def _judge(self, report: Any, plans: list[LayerPlan]) -> None:
         from tqdm import tqdm
 
-        from ..layers.calibration.pattern import bound_of, uniform
+        from ..layers.calibration.judge import at_budget, judge
         from ..layers.calibration.replay import replay
-        from ..layers.calibration.report import judge
-        from ..layers.calibration.texts import HELD_OUT
+        from ..layers.calibration.texts import CHOICE, HELD_OUT
 
-        cases = self._cases(HELD_OUT, "held-out texts")
-        num_layers = self.model.num_layers
-        bound: dict[str, BoundPlan] = {
-            plan.name: plan.bind(num_layers, self.model.architecture) for plan in plans
-        }
-        beside = {"own lists everywhere": "F" * num_layers}
-        beside |= {f"groups of {n}, reuse": uniform(num_layers, n, "R") for n in (2, 4, 8)}
-        beside |= {"groups of 4, reindex": uniform(num_layers, 4, "X")}
-        everything = bound | {name: bound_of(pattern, self.selection) for name, pattern in beside.items()}
-        for name, plan in tqdm(everything.items(), desc="judging", file=sys.stderr):
+        on = self.arguments.on
+        report.texts = "Held-out texts" if on == "held-out" else "Texts to choose on"
+        cases = self._cases(HELD_OUT if on == "held-out" else CHOICE, f"{on} texts")
+        bound = {plan.name: plan.bind(self.model.num_layers, self.model.architecture) for plan in plans}
+        everything = bound | self._beside()
+        wanted = [
+            (name, plan if k is None else at_budget(plan, k))
+            for k in self.arguments.k or [None]
+            for name, plan in everything.items()
+        ]
+        for name, plan in tqdm(wanted, desc="judging", file=sys.stderr):
             report.judged.append(
                 judge(name, plan, cases, self._shape(), num_tokens=self.arguments.lengths[1])
             )
         report.replays = {name: replay(cases[0], plan) for name, plan in bound.items()}
+
+    def _beside(self) -> dict[str, BoundPlan]:
+        """What plans are compared with: every layer for itself, and groups of equal size."""
+        from ..layers.calibration.pattern import bound_of, uniform
+
+        num_layers = self.model.num_layers
+        patterns = {"own lists everywhere": "F" * num_layers}
+        patterns |= {f"groups of {n}, reuse": uniform(num_layers, n, "R") for n in (2, 4, 8)}
+        patterns |= {"groups of 4, reindex": uniform(num_layers, 4, "X")}
+        return {name: bound_of(pattern, self.selection) for name, pattern in patterns.items()}
 
     def _shape(self) -> Any:
         from ..layers.plan_explain import KVShape

@@ -80,8 +80,8 @@ class Case:
         self.future = keys > self._positions[:, None]  # bool [R, J], keys that a row does not see
         self.dense, _ = self.log_probs(None)
 
-    def figures(self, plan: BoundPlan, *, since: int = 0, trace: Trace | None = None) -> Figures:
-        return self.compare(self.log_probs(plan, since=since, trace=trace)[0])
+    def figures(self, plan: BoundPlan) -> Figures:
+        return self.compare(self.log_probs(plan)[0])
 
     def compare(self, log_probs: Tensor) -> Figures:
         at = self._targets[:, None]
@@ -142,7 +142,9 @@ class Case:
         keys, values = self._keys[layer], self._values[layer]
         keys[:, self.num_tokens :], values[:, self.num_tokens :] = k, v
         logits = self._grouped(q) @ keys.transpose(1, 2) * model.head_dim**-0.5
-        logits_QRJ = logits.view(model.num_q_heads, self.num_rows, -1).masked_fill_(self.future, -torch.inf)
+        logits_QRJ = logits.view(model.num_q_heads, self.num_rows, -1)
+        # only rows' own keys can lie in a row's future
+        logits_QRJ[..., self.num_tokens :].masked_fill_(self.future[:, self.num_tokens :], -torch.inf)
         if watch is not None:
             shares = logits_QRJ.softmax(-1)
             watch(layer, shares, shares.sum(0))
@@ -202,11 +204,19 @@ def _best(scores: Tensor, size: int, pool_RM: Tensor | None) -> Tensor:
     return best if pool_RM is None else pool_RM.gather(-1, best)
 
 
-def evaluate(cases: Sequence[Case], plan: BoundPlan) -> Figures:
-    """All rows of all cases under a plan. Raises ValueError for a scorer that it would compute wrongly."""
+def by_kind(cases: Sequence[Case], parts: Sequence[Figures]) -> dict[str, Figures]:
+    """The figures of each case, joined by kind of text."""
+    kinds: dict[str, list[Figures]] = {}
+    for case, figures in zip(cases, parts, strict=True):
+        kinds.setdefault(case.kind, []).append(figures)
+    return {kind: Figures.joined(found) for kind, found in kinds.items()}
+
+
+def evaluate(cases: Sequence[Case], plan: BoundPlan) -> list[Figures]:
+    """Each case under a plan. Raises ValueError for a scorer that it would compute wrongly."""
     scorer = plan.scorer
     if (scorer.kind, scorer.heads, scorer.scan_heads) != ("exact_qk", "layer", "all"):
         raise ValueError(
             f"plan {plan.name}: scorer {scorer} is not evaluated; give kind exact_qk, heads layer, scan_heads all"
         )
-    return Figures.joined([case.figures(plan) for case in cases])
+    return [case.figures(plan) for case in cases]

@@ -3,51 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..plan import BoundPlan
-from ..plan_explain import KVShape, explain
-from .case import Case, Figures
+from .judge import Judged
 from .overlap import MEASURES, Overlap
-from .pattern import pattern_of
 from .replay import Replay
 from .search import Found
 
 SHOWN_DISTANCES = 6
-
-
-@dataclass(frozen=True)
-class Judged:
-    """A plan on held-out texts."""
-
-    name: str
-    plan: BoundPlan
-    total: Figures
-    by_kind: dict[str, Figures]
-    byte_ratio: float  # bytes of a decode step over those of dense decode
-
-    def row(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "pattern": pattern_of(self.plan),
-            "num_full": sum(layer.role == "full" for layer in self.plan.layers),
-            "byte_ratio": round(self.byte_ratio, 4),
-            **_numbers(self.total),
-            "kl_by_kind": {kind: round(figures.kl, 5) for kind, figures in self.by_kind.items()},
-        }
-
-
-def judge(name: str, plan: BoundPlan, cases: Sequence[Case], shape: KVShape, *, num_tokens: int) -> Judged:
-    """Evaluate a plan on cases; bytes are those of a row with `num_tokens` of history."""
-    parts = [(case.kind, case.figures(plan)) for case in cases]
-    kinds = {kind: Figures.joined([f for name, f in parts if name == kind]) for kind, _ in parts}
-    cost = explain(plan, shape, num_tokens=num_tokens, batch=1)
-    return Judged(
-        name, plan, Figures.joined([f for _, f in parts]), kinds, cost.total_bytes / cost.dense_bytes
-    )
 
 
 @dataclass
@@ -56,6 +22,7 @@ class Report:
     options: Mapping[str, Any]
     environment: Mapping[str, Any]
     judged: list[Judged]
+    texts: str = "Held-out texts"  # what they were judged on
     history: list[Found] = field(default_factory=list)
     overlap: Overlap | None = None
     replays: dict[str, Replay] = field(default_factory=dict)
@@ -86,7 +53,8 @@ class Report:
     def to_markdown(self) -> str:
         lines = [f"# Layer plans for {self.model}", ""]
         lines += [f"{key}: {value}  " for key, value in self.options.items()]
-        lines += ["", "## Held-out texts", "", *self._table()]
+        for k in sorted({judged.num_chosen for judged in self.judged}):
+            lines += ["", f"## {self.texts}, k = {k}", "", *self._table(k)]
         if self.overlap is not None:
             lines += [
                 "",
@@ -102,35 +70,29 @@ class Report:
                 last = first + len(own) - 1
                 lines.append(f"{first}-{last} | {sum(own) / len(own):.4f} | {sum(total) / len(total):.4f}")
         if self.history:
-            lines += ["", "## Search", "", "full | KL | pattern", "--- | --- | ---"]
-            lines += [f"{f.num_full} | {f.kl:.4f} | `{f.pattern}`" for f in self.history]
+            lines += ["", "## Search", "", "full | KL | worst kind | pattern", "--- | --- | --- | ---"]
+            lines += [
+                f"{f.num_full} | {f.kl:.4f} | {f.worst} {f.worst_kl:.4f} | `{f.pattern}`"
+                for f in self.history
+            ]
         return "\n".join([*lines, "", f"Made with {json.dumps(dict(self.environment))}.", ""])
 
-    def _table(self) -> list[str]:
-        kinds = list(self.judged[0].by_kind) if self.judged else []
-        head = [
-            "plan",
-            "full",
-            "bytes / dense",
-            "KL",
-            "NLL - dense",
-            "KL p95",
-            "same top-1",
-            *(f"KL {k}" for k in kinds),
-        ]
+    def _table(self, k: int) -> list[str]:
+        shown = [judged for judged in self.judged if judged.num_chosen == k]
+        kinds = list(shown[0].by_kind)
+        head = ["plan", "full", "pool", "bytes / dense", "KL", "95 %", "NLL - dense", "KL p95", "same top-1"]
+        head += [f"{what} {kind}" for what in ("KL", "NLL") for kind in kinds]
         lines = [" | ".join(head), " | ".join(["---"] * len(head))]
-        for judged in self.judged:
-            row, total = judged.row(), judged.total
-            cells = [
-                judged.name,
-                row["num_full"],
-                f"{judged.byte_ratio:.3f}",
-                f"{total.kl:.4f}",
-                f"{total.nll:+.4f}",
-            ]
+        for judged in shown:
+            row, total, (low, high) = judged.row(), judged.total, judged.interval
+            cells = [judged.name, row["num_full"], row["pool_size"] or "-", f"{judged.byte_ratio:.3f}"]
+            cells += [f"{total.kl:.4f}", f"{low:.4f} to {high:.4f}", f"{total.nll:+.4f}"]
             cells += [f"{total.kl_p95:.3f}", f"{total.agreement:.3f}"]
-            lines.append(" | ".join(map(str, [*cells, *(f"{judged.by_kind[k].kl:.4f}" for k in kinds)])))
-        return lines
+            cells += [f"{judged.by_kind[kind].kl:.4f}" for kind in kinds]
+            cells += [f"{judged.by_kind[kind].nll:+.4f}" for kind in kinds]
+            lines.append(" | ".join(map(str, cells)))
+        rows = f"{len(shown[0].total.kl_R)} rows"
+        return [*lines, "", f"{rows}; the interval is a bootstrap over texts."]
 
     def _overlap_table(self) -> list[str]:
         assert self.overlap is not None
@@ -162,13 +124,16 @@ class Report:
     def _plot_loss(self, file: Path) -> None:
         from matplotlib import pyplot
 
-        figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-        for judged in self.judged:
-            axes.plot(judged.byte_ratio, judged.total.kl, "o")
-            axes.annotate(
-                judged.name, (judged.byte_ratio, judged.total.kl), xytext=(4, 4), textcoords="offset points"
-            )
-        axes.set(xlabel="bytes of a decode step / dense", ylabel="KL to dense, nats", yscale="log")
+        figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+        names = list(dict.fromkeys(judged.name for judged in self.judged))
+        for number, name in enumerate(names):
+            points = [(judged.byte_ratio, judged.total.kl) for judged in self.judged if judged.name == name]
+            line, mark = ("-", "o") if number < len(pyplot.cm.tab10.colors) else ("--", "s")
+            axes.plot(*zip(*sorted(points), strict=True), line, marker=mark, label=name)
+        axes.legend(fontsize="x-small")
+        axes.set(
+            xlabel="bytes of a decode step / dense", ylabel="KL to dense, nats", xscale="log", yscale="log"
+        )
         figure.savefig(file, dpi=150)
         pyplot.close(figure)
 
@@ -182,8 +147,3 @@ class Report:
         figure.colorbar(image, label="softmax mass on the selection")
         figure.savefig(file, dpi=150)
         pyplot.close(figure)
-
-
-def _numbers(figures: Figures) -> dict[str, float]:
-    names = ("kl", "nll", "kl_p95", "agreement")
-    return {name: round(float(getattr(figures, name)), 5) for name in names}

@@ -6,25 +6,28 @@ not be harmless together. So the table only proposes, and every step is measured
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from ..plan import Selection
-from .case import Case, Figures
-from .pattern import bound_of, uniform
+from .case import Case, Figures, Trace, by_kind
+from .pattern import bound_of, join, lenders, num_full, split, uniform
 
 Progress = Callable[[str], None]
+Moves = Callable[[str], Iterator[str]]
 
 
 @dataclass(frozen=True)
 class Found:
-    """One accepted pattern and its mean KL to dense decode on the calibration cases."""
+    """One accepted pattern and its KL to dense decode on the calibration cases."""
 
     pattern: str
-    kl: float
+    kl: float  # mean over kinds of text, of their means over rows
     num_full: int
+    worst: str  # the kind with the highest KL
+    worst_kl: float
 
 
 def prior(loss_AL: Tensor, num_full: int, follower: str, *, first: int = 0) -> str:
@@ -57,7 +60,10 @@ def prior(loss_AL: Tensor, num_full: int, follower: str, *, first: int = 0) -> s
 
 @dataclass
 class Search:
-    """Cases are evaluated in turn; a pass restarts at the first layer where a candidate differs."""
+    """Cases are evaluated in turn; a pass restarts at the first layer where a candidate differs.
+
+    The objective is the mean over kinds, so that kinds with many cases do not outvote the others.
+    """
 
     cases: Sequence[Case]
     selection: Selection
@@ -66,80 +72,165 @@ class Search:
     report: Progress = lambda line: None
     history: list[Found] = field(default_factory=list)
     _turn: int = 0
+    _traces: dict[str, list[Trace]] = field(default_factory=dict)
 
-    def measure(self, pattern: str) -> float:
+    def measure(self, pattern: str) -> Found:
         plan = bound_of(pattern, self.selection)
-        return Figures.joined([case.figures(plan) for case in self.cases]).kl
+        return self._found(pattern, [case.figures(plan) for case in self.cases])
 
-    def shrink(self, pattern: str, follower: str, num_full: int) -> Found:
-        """Turn full layers into followers, the cheapest first, until `num_full` are left."""
-        found = self._note(pattern, self.measure(pattern))
-        while found.num_full > num_full:
-            found = self._best_of(found.pattern, list(demotions(found.pattern, follower)))
+    def shrink(self, pattern: str, follower: str, full: int) -> Found:
+        """Turn full layers into followers, the cheapest first, until `full` are left."""
+        found = self._note(self.measure(pattern))
+        while found.num_full > full:
+            found = self._note(self._best_of(found.pattern, list(demotions(found.pattern, follower))))
         return found
 
-    def polish(self, pattern: str, rounds: int, moves: Callable[[str], Iterator[str]] | None = None) -> Found:
+    def polish(self, pattern: str, rounds: int, moves: Moves | None = None) -> Found:
         """Take the best move as long as it helps, at most `rounds` times; by default full layers move."""
-        found = self._note(pattern, self.measure(pattern))
+        found = self._note(self.measure(pattern))
         for _ in range(rounds):
             candidates = list((moves or shifts)(found.pattern))
             better = self._best_of(found.pattern, candidates) if candidates else found
             if better.kl >= found.kl:
                 break
-            found = better
+            found = self._note(better)
+        return found
+
+    def sweep(
+        self, pattern: str, letters: str, allowed: Callable[[str], bool] = lambda pattern: True
+    ) -> Found:
+        """Give every follower in turn the best of these letters and of its lenders, as far as `allowed`."""
+        found = self._note(self.measure(pattern))
+        for layer in range(len(split(pattern))):
+            candidates = [other for other in lendings(found.pattern, layer, letters) if allowed(other)]
+            better = self._best_of(found.pattern, candidates) if candidates else found
+            found = self._note(better) if better.kl < found.kl else found
+        return found
+
+    def exchange(self, pattern: str, follower: str, rounds: int) -> Found:
+        """One full layer more where that helps most, and one less where that harms least, as long as it helps."""
+        found = self._note(self.measure(pattern))
+        for _ in range(rounds):
+            more = self._best_of(found.pattern, list(promotions(found.pattern)))
+            less = self._best_of(more.pattern, list(demotions(more.pattern, follower)))
+            if less.kl >= found.kl:
+                break
+            found = self._note(less)
+        return found
+
+    def cheapen(self, pattern: str, enough: Callable[[str], bool]) -> Found:
+        """Turn reindex layers into reuse, the least harmful first, until `enough`, or no layer is left to turn."""
+        found = self._note(self.measure(pattern))
+        while not enough(found.pattern) and (candidates := list(cheapenings(found.pattern))):
+            found = self._note(self._best_of(found.pattern, candidates))
         return found
 
     def _best_of(self, pattern: str, candidates: Sequence[str]) -> Found:
-        """The best candidate: screened on a rotating pair of cases, the best few confirmed on all."""
-        plan = bound_of(pattern, self.selection)
-        traces = [case.log_probs(plan)[1] for case in self.cases]
+        """The best of the candidates on all cases, of those that look best on a few."""
+        base = _Base(self.cases, pattern, self.selection, self._traces.get(pattern))
         some = [
-            (self._turn + i * 2) % len(self.cases) for i in range(min(self.num_screened, len(self.cases)))
+            (self._turn * self.num_screened + i) % len(self.cases)
+            for i in range(min(self.num_screened, len(self.cases)))
         ]
         self._turn += 1
+        screened = list(candidates)
+        if len(screened) > self.num_confirmed:
+            looks = {c: sum(figures.kl for figures, _ in base.run(c, some)) for c in screened}
+            screened = sorted(screened, key=looks.__getitem__)[: self.num_confirmed]
+        best: Found | None = None
+        for candidate in screened:
+            parts = list(base.run(candidate, range(len(self.cases))))
+            found = self._found(candidate, [figures for figures, _ in parts])
+            if best is None or found.kl < best.kl:
+                # the next step begins at this pattern or at the winner
+                best = found
+                self._traces = {pattern: base.traces, candidate: [trace for _, trace in parts]}
+        if best is None:
+            raise ValueError(f"pattern {pattern} has no candidate")
+        return best
 
-        def kl(candidate: str, which: Sequence[int]) -> float:
-            since = next(i for i, (a, b) in enumerate(zip(pattern, candidate, strict=True)) if a != b)
-            bound = bound_of(candidate, self.selection)
-            return Figures.joined(
-                [self.cases[i].figures(bound, since=since, trace=traces[i]) for i in which]
-            ).kl
+    def _found(self, pattern: str, parts: Sequence[Figures]) -> Found:
+        kinds = by_kind(self.cases, parts)
+        worst = max(kinds, key=lambda kind: kinds[kind].kl)
+        mean = sum(figures.kl for figures in kinds.values()) / len(kinds)
+        return Found(pattern, mean, num_full(pattern), worst, kinds[worst].kl)
 
-        screened = sorted((kl(candidate, some), candidate) for candidate in candidates)[: self.num_confirmed]
-        best_kl, best = min((kl(candidate, range(len(self.cases))), candidate) for _, candidate in screened)
-        return self._note(best, best_kl)
-
-    def _note(self, pattern: str, kl: float) -> Found:
-        found = Found(pattern, kl, pattern.count("F"))
+    def _note(self, found: Found) -> Found:
         self.history.append(found)
-        self.report(f"{found.num_full:2d} full  KL {kl:.4f}  {pattern}")
+        self.report(
+            f"{found.num_full:2d} full  KL {found.kl:.4f}, {found.worst} {found.worst_kl:.4f}  {found.pattern}"
+        )
         return found
+
+
+class _Base:
+    """A pattern whose passes were kept: others begin where they differ from it."""
+
+    def __init__(
+        self, cases: Sequence[Case], pattern: str, selection: Selection, traces: list[Trace] | None
+    ) -> None:
+        self._cases, self._words, self._selection = cases, split(pattern), selection
+        plan = bound_of(pattern, selection)
+        self.traces = traces or [case.log_probs(plan)[1] for case in cases]
+
+    def run(self, candidate: str, which: Iterable[int]) -> Iterator[tuple[Figures, Trace]]:
+        """Figures and trace of these cases."""
+        plan, words = bound_of(candidate, self._selection), split(candidate)
+        # a word says its anchor only where that is not the latest lender, so layers behind this one may differ too
+        since = next(i for i, (a, b) in enumerate(zip(self._words, words, strict=True)) if a != b)
+        for i in which:
+            log_probs, trace = self._cases[i].log_probs(plan, since=since, trace=self.traces[i])
+            yield self._cases[i].compare(log_probs), trace
 
 
 def demotions(pattern: str, follower: str) -> Iterator[str]:
     """One full layer less; the first one stays, because nobody else could lead."""
-    first = pattern.index("F")
-    for layer, letter in enumerate(pattern):
-        if letter == "F" and layer != first:
-            yield _with(pattern, {layer: follower})
+    words = split(pattern)
+    full = [layer for layer, word in enumerate(words) if word[0] in "AF"]
+    for layer in full[1:]:
+        yield _with(words, {layer: follower})
+
+
+def promotions(pattern: str) -> Iterator[str]:
+    """One full layer more."""
+    words = split(pattern)
+    first = next(layer for layer, word in enumerate(words) if word[0] in "AF")
+    for layer in range(first + 1, len(words)):
+        if words[layer][0] in "XR":
+            yield _with(words, {layer: "F"})
 
 
 def shifts(pattern: str) -> Iterator[str]:
     """One full layer changes places with a neighbour that is not."""
-    first = pattern.index("F")
-    for layer in range(first + 1, len(pattern)):
-        if pattern[layer] != "F":
+    words = split(pattern)
+    first = next(layer for layer, word in enumerate(words) if word[0] in "AF")
+    for layer in range(first + 1, len(words)):
+        if words[layer][0] not in "AF":
             continue
         for other in (layer - 1, layer + 1):
-            if first < other < len(pattern) and pattern[other] != "F":
-                yield _with(pattern, {layer: pattern[other], other: "F"})
+            if first < other < len(words) and words[other][0] in "XR":
+                yield _with(words, {layer: words[other][0], other: words[layer]})
 
 
 def cheapenings(pattern: str) -> Iterator[str]:
     """One reindex layer becomes reuse: three roles from two."""
-    for layer, letter in enumerate(pattern):
-        if letter == "X":
-            yield _with(pattern, {layer: "R"})
+    words = split(pattern)
+    for layer, word in enumerate(words):
+        if word[0] == "X":
+            yield _with(words, {layer: "R"})
+
+
+def lendings(pattern: str, layer: int, letters: str, *, num_lenders: int = 3) -> Iterator[str]:
+    """A follower takes another of these letters, or takes from another of the latest lenders."""
+    words = split(pattern)
+    if words[layer][0] not in "XR":
+        return
+    now = join(words)
+    for letter in letters:
+        for lender in lenders(words, layer, letter)[:num_lenders]:
+            other = _with(words, {layer: f"{letter}{lender}"})
+            if other != now:
+                yield other
 
 
 def starts(overlap_loss: Tensor, num_full: int, follower: str) -> list[str]:
@@ -149,5 +240,5 @@ def starts(overlap_loss: Tensor, num_full: int, follower: str) -> list[str]:
     return [prior(overlap_loss, num_full, follower), uniform(num_layers, group, follower)]
 
 
-def _with(pattern: str, letters: dict[int, str]) -> str:
-    return "".join(letters.get(layer, letter) for layer, letter in enumerate(pattern))
+def _with(words: Sequence[str], new: dict[int, str]) -> str:
+    return join([new.get(layer, word) for layer, word in enumerate(words)])

@@ -103,5 +103,6 @@ def test_the_metric_names_are_frozen():
         "decode_rows_total": ("kind",),
         "decode_tokens_total": ("kind",),
         "decode_own_scans_total": ("role",),
+        "decode_stale_keys_total": (),
         "errors_total": (),
     }

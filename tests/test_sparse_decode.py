@@ -185,8 +185,9 @@ class TestTies:
     ("changes", "reason"),
     [
         ({"scorer": {"kind": "page_minmax"}}, "page_minmax"),
-        ({"scorer": {"kind": "label_channels"}}, "label_channels"),
-        ({"scorer": {"scan_heads": "fused"}}, "fused"),
+        ({"scorer": {"kind": "label_channels"}}, "label_channels needs scorer.weights"),
+        ({"scorer": {"kind": "learned"}}, "learned needs scorer.weights"),
+        ({"scorer": {"scan_heads": "routed", "num_routed_heads": 2}}, "routed"),
     ],
     ids=str,
 )

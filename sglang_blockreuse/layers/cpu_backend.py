@@ -7,7 +7,9 @@ repair rows do; the host does not say which rows they are.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +20,12 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
 from ..kernels.cpu_attention import AttentionPlan, KeyBias, Workspace, plan_attention, run_attention
+from .index_weights import model_identity
 from .plan import BoundPlan
 from .row_modes import RowModes
 from .sparse_decode import Batch, SparseDecoder, Step, warm_up
+
+logger = logging.getLogger(__name__)
 
 
 class CpuAttnBackend(AttentionBackend):
@@ -61,6 +66,8 @@ class CpuAttnBackend(AttentionBackend):
         if mode.is_idle():
             self.forward_metadata = None
             return
+        if self.sparse is not None and forward_batch.out_cache_loc is not None:
+            self.sparse.written(forward_batch.out_cache_loc)
         requests = forward_batch.req_pool_indices.tolist()
         if mode.is_decode():
             lens = forward_batch.seq_lens.tolist()
@@ -175,9 +182,21 @@ def _sparse_decoder(runner: Any, plan: BoundPlan | None) -> SparseDecoder | None
         num_requests=runner.req_to_token_pool.req_to_token.shape[0],
         num_q_heads=layer.tp_q_head_num,
         k_pool_SHD=keys,
+        model_identity=_identity(runner) if plan.weights_file is not None else None,
     )
+    if decoder.keys is not None:
+        logger.info("blockreuse: index keys take %.1f MB beside the pool", decoder.keys.num_bytes / 1e6)
     warm_up(decoder, keys, layer.tp_q_head_num)
     return decoder
+
+
+def _identity(runner: Any) -> str:
+    folder = Path(runner.model_config.model_path)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(runner.model_config.model_path, local_files_only=True))
+    return model_identity(folder)
 
 
 def _unsupported(runner: Any) -> Iterator[str]:

@@ -9,7 +9,8 @@ Dims: T tokens of the forward, R sparse rows, Q query heads, D head dim, S pool 
     reuse     -                         -                   its anchor's T
 
 A row is sparse where the plan's selection is shorter than its history and its request did not ask for exact
-decoding; the other rows of the same batch run dense in the same layer. The law of selection is `reference_select`.
+decoding; the other rows of the same batch run dense in the same layer. The law of selection is `reference_select`;
+what a scorer reads in place of the keys stands in `index_keys`.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels import cpu_select, cpu_sparse
+from ..kernels import cpu_codes, cpu_select, cpu_sparse
 from ..kernels.cpu_attention import AttentionPlan, KeyBias, Workspace, plan_attention, run_attention
 from ..kernels.cpu_numba import STORAGE, as_array
 from ..kernels.cpu_select import HIDDEN, Geometry, Rows, Table
 from ..metrics import Metrics
 from .plan import BoundLayer, BoundPlan
+from .scorers import Scores, make_index_keys, unsupported_scorer
 from .share_state import ShareState
 
 _NO_TAGS, _NO_BIAS = np.zeros(0, np.uint8), np.zeros(4, np.float32)
@@ -75,6 +77,15 @@ class Step:
         return self._plans[every_row]
 
 
+class _Scored(NamedTuple):
+    """What `cpu_select.score` took and left."""
+
+    rows: Rows
+    pool: Table
+    pooled_R: Any
+    shares_RQW: Any
+
+
 class SparseDecoder:
     """Runs a bound plan with sparse layers. Raises NotImplementedError for a plan that it would compute wrongly.
 
@@ -88,23 +99,25 @@ class SparseDecoder:
         num_requests: int,
         num_q_heads: int,
         k_pool_SHD: Tensor,
+        model_identity: str | None = None,
         metrics: Metrics | None = None,
         strict: bool = False,
     ) -> None:
+        _, num_heads, head_dim = k_pool_SHD.shape
         reasons = list(unsupported_plan(plan, k_pool_SHD))
         if reasons or plan.selection is None:
             raise NotImplementedError(
                 f"layer plan {plan.name} ({plan.source}): sparse decode on the CPU does not compute this plan: "
                 f"{'; '.join(reasons)}. Change the plan, or choose full."
             )
-        _, num_heads, head_dim = k_pool_SHD.shape
         num_lists = num_heads if plan.scorer.heads == "kv_head" else 1
         self.plan, self.selection = plan, plan.selection
         self.geometry = Geometry(k_pool_SHD.dtype, num_heads, num_q_heads // num_heads, head_dim)
         self.state = ShareState(plan, num_requests, num_lists, strict=strict)
         self.metrics = metrics or Metrics()
+        self.keys = make_index_keys(plan, k_pool_SHD, num_q_heads, model_identity, strict=strict)
+        self.scores = Scores(plan, self.geometry, self.keys)
         self.workspace = Workspace()
-        self._work_RQW: Any = None
         self._num_roles = {
             role: sum(x.role == role for x in plan.layers) for role in ("full", "reindex", "reuse")
         }
@@ -123,10 +136,15 @@ class SparseDecoder:
         numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
         step = Step(batch, sparse_T)
         self.state.begin(step.rows.requests_R, np.asarray(batch.row_ids)[step.sparse], step.rows.lens_R)
-        num_q_heads = self.geometry.num_kv_heads * self.geometry.group
-        # scratch of one step; state that outlives it holds no float per key
-        self._work_RQW = np.empty((len(step.sparse), num_q_heads, int(step.rows.lens_R.max())), np.float32)
+        self.scores.begin(len(step.sparse), int(step.rows.lens_R.max()))
+        if self.keys is not None:
+            self.keys.begin(step.rows)
         return step
+
+    def written(self, slots_T: Tensor) -> None:
+        """KV of these slots is about to be written, in every layer."""
+        if self.keys is not None:
+            self.keys.written(slots_T)
 
     def _count_rows(self, lens_T: Any, short_T: Any, sparse_T: Any) -> None:
         add, sparse_lens_R = self.metrics.add, lens_T[sparse_T]
@@ -173,7 +191,11 @@ class SparseDecoder:
         num_tokens = len(step.batch.requests)
         q_RQD = q_TQD[:num_tokens] if step.all_sparse else q_TQD[step.sparse_R]
         q, keys, values = (q_RQD.float() * scale).numpy(), as_array(k_SHD), as_array(v_SHD)
-        chosen = list(self._select(layer, step, q, keys))
+        if layer.scores and self.keys is not None:
+            num_stale = self.keys.refresh(layer_id, k_SHD)
+            if num_stale:
+                self.metrics.add("decode_stale_keys_total", num_stale)
+        chosen = list(self._select(layer, step, q, k_SHD))
         if layer.attend == "all":
             return
         out_RQD = torch.empty(q_RQD.shape, dtype=torch.float32)
@@ -208,69 +230,78 @@ class SparseDecoder:
 
     # -- roles -------------------------------------------------------------------------------
 
-    def _select(self, layer: BoundLayer, step: Step, q: Any, keys: Any) -> Iterator[tuple[Any, Rows, Table]]:
+    def _select(
+        self, layer: BoundLayer, step: Step, q: Any, k_SHD: Tensor
+    ) -> Iterator[tuple[Any, Rows, Table]]:
         """(rows of the step, the same as Rows, the table that holds their indices), disjoint and complete."""
         every = slice(None)
         if layer.role == "full":
-            yield every, step.rows, self._full(layer, step, q, keys)
+            yield every, step.rows, self._full(layer, step, q, k_SHD)
             return
         table, fresh_R = self.state.take(layer)
         stale = np.flatnonzero(fresh_R == 0)
         if len(stale):
             self.metrics.add("decode_own_scans_total", len(stale), role=layer.role)
         if layer.role == "reindex":
-            yield every, step.rows, self._reindex(layer, step, q, keys, table, fresh_R)
+            scored = self._score(layer, q, k_SHD, step.rows, table, fresh_R, rerank=True)
+            yield every, step.rows, self._keep_indices(layer, scored)
         elif not len(stale):
             yield every, step.rows, table
         else:
-            rows = _subset(step.rows, stale)
-            self._score(q[stale], keys, rows, self.state.own, step.history_R[stale])
-            self._keep(rows, self.state.own, step.history_R[stale], self.state.own)
-            yield stale, rows, self.state.own
+            rows, own, history = _subset(step.rows, stale), self.state.own, step.history_R[stale]
+            self._keep(self._score(layer, q[stale], k_SHD, rows, own, history, rerank=False), own)
+            yield stale, rows, own
             fresh = np.flatnonzero(fresh_R)
             if len(fresh):
                 yield fresh, _subset(step.rows, fresh), table
 
-    def _full(self, layer: BoundLayer, step: Step, q: Any, keys: Any) -> Table:
+    def _full(self, layer: BoundLayer, step: Step, q: Any, k_SHD: Tensor) -> Table:
         rows, state = step.rows, self.state
-        self._score(q, keys, rows, state.own, step.history_R)
-        if layer.pool_readers:
-            self._keep(rows, state.own, step.history_R, state.table_to_write(layer, "pool"))
+        scored = self._score(layer, q, k_SHD, rows, state.own, step.history_R, rerank=False)
+        reranks = self.plan.scorer.reranks_own_pool
+        if layer.pool_readers or reranks:
+            pool = state.table_to_write(layer, "pool")
+            self._keep(scored, pool)
             state.seal(layer, "pool")
-        return self._keep_indices(layer, rows, state.own, step.history_R)
+            if reranks:
+                every_R = np.ones_like(step.history_R)
+                scored = self._score(layer, q, k_SHD, rows, pool, every_R, rerank=True)
+        return self._keep_indices(layer, scored)
 
-    def _reindex(self, layer: BoundLayer, step: Step, q: Any, keys: Any, pool: Table, pooled_R: Any) -> Table:
-        self._score(q, keys, step.rows, pool, pooled_R)
-        return self._keep_indices(layer, step.rows, pool, pooled_R)
-
-    def _keep_indices(self, layer: BoundLayer, rows: Rows, pool: Table, pooled_R: Any) -> Table:
+    def _keep_indices(self, layer: BoundLayer, scored: _Scored) -> Table:
         if not layer.index_readers:
-            self._keep(rows, pool, pooled_R, self.state.own)
+            self._keep(scored, self.state.own)
             return self.state.own
         table = self.state.table_to_write(layer, "indices")
-        self._keep(rows, pool, pooled_R, table)
+        self._keep(scored, table)
         self.state.seal(layer, "indices")
         return table
 
-    def _score(self, q: Any, keys: Any, rows: Rows, pool: Table, pooled_R: Any) -> None:
-        cpu_select.score(self.geometry, q, keys, rows, pool, pooled_R, self._work_RQW[: len(pooled_R)])
+    def _score(
+        self,
+        layer: BoundLayer,
+        q: Any,
+        k_SHD: Tensor,
+        rows: Rows,
+        pool: Table,
+        pooled_R: Any,
+        *,
+        rerank: bool,
+    ) -> _Scored:
+        shares = self.scores.score(layer.layer, q, k_SHD, rows, pool, pooled_R, rerank=rerank)
+        return _Scored(rows, pool, pooled_R, shares)
 
-    def _keep(self, rows: Rows, pool: Table, pooled_R: Any, out: Table) -> None:
-        work, selection = self._work_RQW[: len(pooled_R)], self.selection
-        cpu_select.keep(rows, pool, pooled_R, work, selection.sink, selection.window, out)
+    def _keep(self, scored: _Scored, out: Table) -> None:
+        cpu_select.keep(*scored, self.selection.sink, self.selection.window, out)
 
 
 def unsupported_plan(plan: BoundPlan, k_pool_SHD: Tensor) -> Iterator[str]:
     """What in a plan, or in the pool it would read, sparse decode on the CPU would compute wrongly."""
-    scorer = plan.scorer
     if k_pool_SHD.dtype not in STORAGE:
         yield f"the pool holds {k_pool_SHD.dtype}, not {' or '.join(map(str, STORAGE))}"
     if not k_pool_SHD.is_contiguous():
         yield f"the pool's slots are not contiguous (strides {k_pool_SHD.stride()})"
-    if scorer.kind != "exact_qk":
-        yield f"scorer.kind is {scorer.kind}, and only exact_qk is served"
-    if scorer.scan_heads != "all" or scorer.rerank_heads not in (None, "all"):
-        yield f"scorer.scan_heads {scorer.scan_heads}, rerank_heads {scorer.rerank_heads}: only all is served"
+    yield from unsupported_scorer(plan, *k_pool_SHD.shape[1:])
     for field in ("kv_from", "key_from"):
         sharing = [layer.layer for layer in plan.layers if getattr(layer, field) is not None]
         if sharing:
@@ -283,11 +314,20 @@ def warm_up(decoder: SparseDecoder, k_pool_SHD: Tensor, num_q_heads: int) -> Non
     tiny = torch.zeros(4, num_heads, head_dim, dtype=k_pool_SHD.dtype)
     rows = Rows(np.zeros(1, np.int32), np.ones(1, np.int32), np.zeros((1, 1), np.int32), _NO_TAGS, _NO_BIAS)
     table = Table.empty(1, 1, 1)
-    none_R, work = np.zeros(1, np.uint8), np.zeros((1, num_q_heads, 1), np.float32)
-    q = np.zeros((1, num_q_heads, head_dim), np.float32)
-    cpu_select.score(decoder.geometry, q, as_array(tiny), rows, table, none_R, work)
+    none_R, q = np.zeros(1, np.uint8), np.zeros((1, num_q_heads, head_dim), np.float32)
+    decoder.scores.begin(1, 1)
+    # a layer with a copy, and one without that scans for itself
+    for layer in {layer.layer: None for layer in (*decoder.plan.layers[:1], *_scoring(decoder.plan)[:1])}:
+        for rerank in (False, True):
+            work = decoder.scores.score(layer, q, tiny, rows, table, none_R, rerank=rerank)
     cpu_select.keep(rows, table, none_R, work, 0, 1, table)
     cpu_sparse.attend(decoder.geometry, q, as_array(tiny), as_array(tiny), rows, table, np.zeros_like(q))
+    if decoder.keys is not None:
+        cpu_codes.missing(rows, np.ones(1, np.uint8), 0, 1)
+
+
+def _scoring(plan: BoundPlan) -> list[BoundLayer]:
+    return [layer for layer in plan.layers if layer.scores]
 
 
 def _subset(rows: Rows, which: Any) -> Rows:

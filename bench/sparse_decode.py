@@ -26,9 +26,10 @@ from sglang_blockreuse.demo import environment
 from sglang_blockreuse.kernels import cpu_select, cpu_sparse, reference, reference_select
 from sglang_blockreuse.kernels.cpu_attention import Workspace, plan_attention, run_attention
 from sglang_blockreuse.kernels.cpu_numba import as_array
+from sglang_blockreuse.layers.decode_step import Batch
 from sglang_blockreuse.layers.plan_explain import KVShape, explain
 from sglang_blockreuse.layers.plan_loader import load_plan
-from sglang_blockreuse.layers.sparse_decode import Batch, SparseDecoder
+from sglang_blockreuse.layers.sparse_decode import SparseDecoder
 
 NUM_LAYERS, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 30, 9, 3, 64
 SCALE = HEAD_DIM**-0.5

@@ -94,6 +94,34 @@ def keep(
     _keeper()(rows.requests_R, rows.lens_R, rows.slot_table, *pool, pooled_R, work_RQW, sinks, window, *out)
 
 
+def extend(rows: Rows, pool: Table, seen_R: Any, out: Table) -> None:
+    """Writes each row's pool of an earlier step and the positions [seen_R[r], len) behind it into `out`.
+
+    Slots are translated anew. Rows with seen_R[r] = 0 (int64) are left out. `out` must hold what is written.
+    """
+    _extender()(rows.requests_R, rows.lens_R, rows.slot_table, pool.positions, pool.counts, seen_R, *out)
+
+
+@functools.cache
+def _extender() -> Callable[..., None]:
+    import numba
+
+    @numba.njit(nogil=True)
+    def extend(requests, lens, slot_table, positions, counts, seen, out, out_slots, out_counts):
+        for r in range(requests.shape[0]):
+            if seen[r] == 0:
+                continue
+            request, n = requests[r], counts[requests[r]]
+            for x in range(positions.shape[1]):
+                for j in range(n + lens[r] - seen[r]):
+                    position = positions[request, x, j] if j < n else seen[r] + j - n
+                    out[request, x, j] = position
+                    out_slots[request, x, j] = slot_table[request, position]
+            out_counts[request] = n + lens[r] - seen[r]
+
+    return extend
+
+
 @functools.cache
 def _logits(geometry: Geometry) -> Callable[..., None]:
     import numba

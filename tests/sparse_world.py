@@ -18,10 +18,11 @@ from sglang_blockreuse.kernels import reference
 from sglang_blockreuse.kernels import reference_select as law
 from sglang_blockreuse.kernels.cpu_attention import KeyBias
 from sglang_blockreuse.kernels.reference_index import IndexMap, index_codes, index_keys
+from sglang_blockreuse.layers.decode_step import Batch, Step
 from sglang_blockreuse.layers.plan import BoundPlan
 from sglang_blockreuse.layers.plan_loader import LayerPlan
 from sglang_blockreuse.layers.plan_schema import read_spec
-from sglang_blockreuse.layers.sparse_decode import Batch, SparseDecoder, Step
+from sglang_blockreuse.layers.sparse_decode import SparseDecoder
 
 H, G, D = 3, 3, 64
 SCALE = D**-0.5

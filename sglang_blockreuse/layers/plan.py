@@ -78,6 +78,9 @@ class Selection(_Strict):
     sink: Size = 4  # leading positions of the sequence that are always in T
     window: Size = 64  # newest positions that are always in T
     min_seq_len: Size = 0  # rows shorter than this run dense
+    refresh_every: Count = (
+        1  # steps from one scan of a full layer to the next; between, its last pool grows along
+    )
 
 
 class Scorer(_Strict):

@@ -212,7 +212,9 @@ class _Step:
             return 0.0
         if layer.attend == "all" and self.plan.scorer.kind == "exact_qk" and layer.key_from is None:
             return 0.0  # attention reads the same keys anyway
-        return self.index_key * self.num_tokens
+        every = self.plan.selection.refresh_every if self.plan.selection else 1
+        # the mean over steps: one scan, then the last pool and what came since
+        return self.index_key * (self.num_tokens + (every - 1) * self.pool) / every
 
     def _rerank(self, layer: BoundLayer) -> float:
         own_pool = layer.role == "full" and self.plan.scorer.reranks_own_pool and self.pool < self.num_tokens

@@ -108,6 +108,9 @@ def _check_selection(spec: PlanSpec, source: str) -> None:
         raise PlanError(
             source, "selection.pool_size", pool, rule, f"Give at least {k}; 2 to 4 times final_k is usual"
         )
+    if selection.refresh_every > 1 and pool is None:
+        rule = f"full layers live on their pool for {selection.refresh_every} steps and no pool size is set"
+        raise PlanError(source, "selection.pool_size", UNSET, rule, f"Add pool_size, for example {4 * k}")
     for i, entry in enumerate(spec.layers):
         if entry.role == "reindex" and pool is None:
             rule = f"layers[{i}] reranks inside a pool and no pool size is set"

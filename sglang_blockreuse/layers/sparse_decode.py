@@ -24,57 +24,15 @@ import torch
 from torch import Tensor
 
 from ..kernels import cpu_codes, cpu_select, cpu_sparse
-from ..kernels.cpu_attention import AttentionPlan, KeyBias, Workspace, plan_attention, run_attention
+from ..kernels.cpu_attention import Workspace, run_attention
 from ..kernels.cpu_numba import STORAGE, as_array
-from ..kernels.cpu_select import HIDDEN, Geometry, Rows, Table
+from ..kernels.cpu_select import Geometry, Rows, Table
 from ..metrics import Metrics
+from .decode_step import NO_BIAS, NO_TAGS, Batch, Step, subset
 from .plan import BoundLayer, BoundPlan
 from .scorers import Scores, make_index_keys, unsupported_scorer
 from .share_state import ShareState
-
-_NO_TAGS, _NO_BIAS = np.zeros(0, np.uint8), np.zeros(4, np.float32)
-
-
-class Batch(NamedTuple):
-    """A decode batch as the host gives it, in batch order."""
-
-    slot_table: Tensor  # int32 [B, positions]
-    requests: Sequence[int]  # request slots
-    lens: Sequence[int]  # keys of each row, its own token among them
-    row_ids: Any  # int64 [T], what tells the holder of a slot from its predecessors
-    dense: Any  # uint8 [T], rows that must not be sparse
-    bias: KeyBias | None
-
-
-class Step:
-    """One decode step: which rows are sparse, and the dense attention of the others, planned when it is needed."""
-
-    def __init__(self, batch: Batch, sparse_T: Any) -> None:
-        self.batch = batch
-        self.all_sparse = bool(sparse_T.all())
-        self.sparse = np.flatnonzero(sparse_T)
-        self.dense = np.flatnonzero(~sparse_T)
-        self.sparse_R = torch.from_numpy(self.sparse)
-        self.dense_N = torch.from_numpy(self.dense)
-        requests, lens = np.array(batch.requests, np.int32), np.array(batch.lens, np.int32)
-        self.rows = Rows(
-            requests[self.sparse], lens[self.sparse], batch.slot_table.numpy(), *_bias_terms(batch.bias)
-        )
-        self.history_R = np.zeros(len(self.sparse), np.uint8)  # every row scores its history, none a pool
-        self._plans: dict[bool, AttentionPlan] = {}
-
-    def dense_plan(self, *, every_row: bool) -> AttentionPlan:
-        """Attention of all rows (a dense layer) or of the dense rows alone."""
-        if every_row not in self._plans:
-            which = range(len(self.batch.requests)) if every_row else self.dense.tolist()
-            self._plans[every_row] = plan_attention(
-                self.batch.slot_table,
-                [self.batch.requests[t] for t in which],
-                [self.batch.lens[t] - 1 for t in which],
-                [1] * len(which),
-                bias=self.batch.bias,
-            )
-        return self._plans[every_row]
+from .step_clock import RunningClock, StepClock
 
 
 class _Scored(NamedTuple):
@@ -102,6 +60,7 @@ class SparseDecoder:
         model_identity: str | None = None,
         metrics: Metrics | None = None,
         strict: bool = False,
+        timing: bool = False,
     ) -> None:
         _, num_heads, head_dim = k_pool_SHD.shape
         reasons = list(unsupported_plan(plan, k_pool_SHD))
@@ -118,6 +77,14 @@ class SparseDecoder:
         self.keys = make_index_keys(plan, k_pool_SHD, num_q_heads, model_identity, strict=strict)
         self.scores = Scores(plan, self.geometry, self.keys)
         self.workspace = Workspace()
+        self.clock: StepClock = RunningClock() if timing else StepClock()
+        self.extended: Table | None = (
+            None  # a full layer's last pool and what came since, where it is not scanned
+        )
+        if plan.selection.refresh_every > 1:
+            size = (plan.selection.pool_size or 0) + plan.selection.refresh_every
+            self.extended = Table.empty(num_requests, num_lists, size)
+        self._distance = sum(x.layer - x.anchor for x in plan.layers if x.anchor is not None)
         self._num_roles = {
             role: sum(x.role == role for x in plan.layers) for role in ("full", "reindex", "reuse")
         }
@@ -130,6 +97,7 @@ class SparseDecoder:
         short_T = (lens_T < self.selection.min_seq_len) | (lens_T <= self.selection.final_k)
         sparse_T = ~(short_T | batch.dense.astype(bool))
         self._count_rows(lens_T, short_T, sparse_T)
+        self.clock.begin(self.metrics)
         if not sparse_T.any():
             return None
         # numba's setting belongs to a thread, and PyTorch's may change
@@ -161,12 +129,15 @@ class SparseDecoder:
         num_dense = self.plan.num_layers - sum(roles.values())
         for kind, num_tokens in (
             ("dense", num_dense * int(sparse_lens_R.sum())),
-            ("scanned", roles["full"] * int(sparse_lens_R.sum())),
+            # with refreshes, each full layer counts for itself
+            ("scanned", 0 if self.extended is not None else roles["full"] * int(sparse_lens_R.sum())),
             ("reranked", roles["reindex"] * int(sparse_lens_R.clip(max=pool_size).sum())),
             ("attended", sum(roles.values()) * len(sparse_lens_R) * self.selection.final_k),
         ):
             if num_tokens:
                 add("decode_tokens_total", num_tokens, kind=kind)
+        if self._distance:
+            add("decode_staleness_total", self._distance * len(sparse_lens_R), axis="layers")
 
     def run(
         self,
@@ -181,25 +152,43 @@ class SparseDecoder:
     ) -> None:
         """Attention of one layer for all rows of the step into `out_TQD`; tokens behind the batch's become 0."""
         layer = self.plan.layers[layer_id]
+        self.clock.enter(layer.role)
+        self._run(layer, step, q_TQD, k_SHD, v_SHD, out_TQD, scale)
+        self.clock.leave()
+
+    def _run(
+        self,
+        layer: BoundLayer,
+        step: Step,
+        q_TQD: Tensor,
+        k_SHD: Tensor,
+        v_SHD: Tensor,
+        out_TQD: Tensor,
+        scale: float,
+    ) -> None:
         if layer.role == "dense" or layer.attend == "all":
             plan = step.dense_plan(every_row=True)
             run_attention(plan, q_TQD, k_SHD, v_SHD, out_TQD, scale=scale, workspace=self.workspace)
         elif not step.all_sparse:
             self._run_dense_rows(step, q_TQD, k_SHD, v_SHD, out_TQD, scale)
+        self.clock.lap("dense")
         if layer.role == "dense":
             return
         num_tokens = len(step.batch.requests)
         q_RQD = q_TQD[:num_tokens] if step.all_sparse else q_TQD[step.sparse_R]
         q, keys, values = (q_RQD.float() * scale).numpy(), as_array(k_SHD), as_array(v_SHD)
         if layer.scores and self.keys is not None:
-            num_stale = self.keys.refresh(layer_id, k_SHD)
+            num_stale = self.keys.refresh(layer.layer, k_SHD)
+            self.clock.lap("copy")
             if num_stale:
                 self.metrics.add("decode_stale_keys_total", num_stale)
         chosen = list(self._select(layer, step, q, k_SHD))
         if layer.attend == "all":
             return
         out_RQD = torch.empty(q_RQD.shape, dtype=torch.float32)
+        self.clock.lap("rest")
         self._attend(chosen, q, keys, values, out_RQD.numpy())
+        self.clock.lap("attention")
         if step.all_sparse:
             out_TQD[:num_tokens] = out_RQD
             out_TQD[num_tokens:] = 0
@@ -248,25 +237,41 @@ class SparseDecoder:
         elif not len(stale):
             yield every, step.rows, table
         else:
-            rows, own, history = _subset(step.rows, stale), self.state.own, step.history_R[stale]
+            rows, own, history = subset(step.rows, stale), self.state.own, step.history_R[stale]
             self._keep(self._score(layer, q[stale], k_SHD, rows, own, history, rerank=False), own)
             yield stale, rows, own
             fresh = np.flatnonzero(fresh_R)
             if len(fresh):
-                yield fresh, _subset(step.rows, fresh), table
+                yield fresh, subset(step.rows, fresh), table
 
     def _full(self, layer: BoundLayer, step: Step, q: Any, k_SHD: Tensor) -> Table:
         rows, state = step.rows, self.state
-        scored = self._score(layer, q, k_SHD, rows, state.own, step.history_R, rerank=False)
+        candidates, pooled_R = state.own, step.history_R
+        if self.extended is not None:
+            candidates, pooled_R = self.extended, self._resume(layer, step, self.extended)
+        scored = self._score(layer, q, k_SHD, rows, candidates, pooled_R, rerank=False)
         reranks = self.plan.scorer.reranks_own_pool
-        if layer.pool_readers or reranks:
+        if layer.pool_readers or reranks or self.extended is not None:
             pool = state.table_to_write(layer, "pool")
-            self._keep(scored, pool)
+            self._keep(scored, pool, part="compaction")
             state.seal(layer, "pool")
+            if self.extended is not None:
+                state.note_scans(layer, pooled_R)
             if reranks:
                 every_R = np.ones_like(step.history_R)
                 scored = self._score(layer, q, k_SHD, rows, pool, every_R, rerank=True)
         return self._keep_indices(layer, scored)
+
+    def _resume(self, layer: BoundLayer, step: Step, extended: Table) -> Any:
+        """Fill `extended` with the layer's last pools and what came since; uint8 [R], 0: the row scans."""
+        table, seen_R, age_R = self.state.resume(layer)
+        cpu_select.extend(step.rows, table, seen_R, extended)
+        pooled_R = (seen_R > 0).astype(np.uint8)
+        lens_R, sizes_R = step.rows.lens_R, extended.counts[step.rows.requests_R]
+        self.metrics.add("decode_tokens_total", int(lens_R[seen_R == 0].sum()), kind="scanned")
+        self.metrics.add("decode_tokens_total", int(sizes_R[seen_R > 0].sum()), kind="reranked")
+        self.metrics.add("decode_staleness_total", int(age_R.sum()), axis="steps")
+        return pooled_R
 
     def _keep_indices(self, layer: BoundLayer, scored: _Scored) -> Table:
         if not layer.index_readers:
@@ -288,11 +293,15 @@ class SparseDecoder:
         *,
         rerank: bool,
     ) -> _Scored:
+        self.clock.lap("rest")
         shares = self.scores.score(layer.layer, q, k_SHD, rows, pool, pooled_R, rerank=rerank)
+        self.clock.lap("rerank" if pooled_R.all() else "scan")
         return _Scored(rows, pool, pooled_R, shares)
 
-    def _keep(self, scored: _Scored, out: Table) -> None:
+    def _keep(self, scored: _Scored, out: Table, *, part: str = "top_k") -> None:
+        self.clock.lap("rest")
         cpu_select.keep(*scored, self.selection.sink, self.selection.window, out)
+        self.clock.lap(part)
 
 
 def unsupported_plan(plan: BoundPlan, k_pool_SHD: Tensor) -> Iterator[str]:
@@ -312,7 +321,7 @@ def warm_up(decoder: SparseDecoder, k_pool_SHD: Tensor, num_q_heads: int) -> Non
     """Compile the kernels now (seconds), so that no request waits for them."""
     _, num_heads, head_dim = k_pool_SHD.shape
     tiny = torch.zeros(4, num_heads, head_dim, dtype=k_pool_SHD.dtype)
-    rows = Rows(np.zeros(1, np.int32), np.ones(1, np.int32), np.zeros((1, 1), np.int32), _NO_TAGS, _NO_BIAS)
+    rows = Rows(np.zeros(1, np.int32), np.ones(1, np.int32), np.zeros((1, 1), np.int32), NO_TAGS, NO_BIAS)
     table = Table.empty(1, 1, 1)
     none_R, q = np.zeros(1, np.uint8), np.zeros((1, num_q_heads, head_dim), np.float32)
     decoder.scores.begin(1, 1)
@@ -328,15 +337,3 @@ def warm_up(decoder: SparseDecoder, k_pool_SHD: Tensor, num_q_heads: int) -> Non
 
 def _scoring(plan: BoundPlan) -> list[BoundLayer]:
     return [layer for layer in plan.layers if layer.scores]
-
-
-def _subset(rows: Rows, which: Any) -> Rows:
-    return rows._replace(requests_R=rows.requests_R[which], lens_R=rows.lens_R[which])
-
-
-def _bias_terms(bias: KeyBias | None) -> tuple[Any, Any]:
-    """Tags and the logit term of each of the four tags; no tags where both terms are 0."""
-    if bias is None or (bias.alpha == 0 and bias.beta == 0):
-        return _NO_TAGS, _NO_BIAS
-    terms = [0.0, bias.alpha, bias.beta, bias.alpha + bias.beta]
-    return bias.tags_S.numpy(), np.array(terms, np.float32).clip(min=HIDDEN)

@@ -81,7 +81,7 @@ class Bench:
         self.q = torch.randn(len(lens), NUM_Q_HEADS, HEAD_DIM).to(dtype)
         self.out = torch.empty_like(self.q)
         self.decoder = SparseDecoder(
-            self.plan, num_requests=len(lens), num_q_heads=NUM_Q_HEADS, k_pool_SHD=self.k
+            self.plan, num_requests=len(lens), num_q_heads=NUM_Q_HEADS, k_pools=[self.k] * NUM_LAYERS
         )
         requests = list(range(len(lens)))
         none = np.zeros(len(lens), np.uint8)

@@ -36,6 +36,7 @@ def make_plan(
     scorer: dict[str, object] | None = None,
     folder: Path | None = None,
     attend_all: Sequence[int] = (),
+    key_from: dict[int, int] | None = None,
     **selection: int,
 ) -> BoundPlan:
     """A plan from one letter per layer; X takes the pool of the latest F, R the indices of the latest F or X."""
@@ -44,6 +45,8 @@ def make_plan(
         entry: dict[str, object] = {"layers": layer, "role": ROLES[letter]}
         if letter == "F" and layer in attend_all:
             entry["attend"] = "all"
+        if layer in (key_from or {}):
+            entry["key_from"] = key_from[layer]
         if letter in "XR":
             entry["anchor"] = full if letter == "X" else indices
         full = layer if letter == "F" else full
@@ -85,7 +88,7 @@ class World:
     def decoder(self, **options: object) -> SparseDecoder:
         num_requests = self.table.shape[0]
         return SparseDecoder(
-            self.plan, num_requests=num_requests, num_q_heads=H * G, k_pool_SHD=self.k[0], **options
+            self.plan, num_requests=num_requests, num_q_heads=H * G, k_pools=self.k, **options
         )
 
     def batch(self, dense: Sequence[int] = (), order: Sequence[int] | None = None) -> Batch:
@@ -181,7 +184,8 @@ class World:
 
     def _scored(self, layer: int, heads: str) -> tuple[Tensor, Tensor]:
         """The queries and keys of float64 that the plan's scorer compares."""
-        q, k = self.q[layer], self.k[layer]
+        source = self.plan.layers[layer].key_from
+        q, k = self.q[layer], self.k[layer if source is None else source]
         if self.plan.scorer.kind == "int4_keys":
             k = law.dequantise_int4(law.quantise_int4(k))
         elif layer in self.maps:

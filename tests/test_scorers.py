@@ -115,6 +115,22 @@ def test_a_copy_holds_what_the_law_quantises(kind, tmp_path):
             assert (copy.codes[slots] != index_codes(world.maps[1], keys)).float().mean() < 1e-3
 
 
+@pytest.mark.parametrize("kind", ["exact_qk", "int4_keys"])
+def test_key_from_scores_another_layers_keys_and_keeps_no_copy(kind):
+    """The layer's own queries over its source's keys: one array, or one copy, for both."""
+    scorer, sharing = {"kind": kind}, {2: 1, 3: 1}
+    shared = World(make_plan("DFFXR", scorer=scorer, key_from=sharing, **SELECTION), LENS)
+    own = World(make_plan("DFFXR", scorer=scorer, **SELECTION), LENS)
+    decoder = shared.decoder(strict=True)
+    got, other = shared.run_all(decoder), own.run_all(own.decoder())
+    for layer, expected in enumerate(shared.expected()):
+        check(got[layer], expected, torch.float32)
+        if layer in sharing:
+            assert not torch.equal(got[layer], other[layer]), "its own keys would have chosen the same"
+    if kind == "int4_keys":
+        assert set(decoder.keys.copies) == {1}
+
+
 class TestStaleCopies:
     KINDS = pytest.mark.parametrize("kind", ["int4_keys", "label_channels", "learned"])
 

@@ -11,7 +11,7 @@ from sparse_world import World, make_plan
 from tolerances import EXACT, KERNEL_OUT
 
 from sglang_blockreuse.kernels.cpu_attention import KeyBias
-from sglang_blockreuse.layers.sparse_decode import unsupported_plan
+from sglang_blockreuse.layers.plan_support import unsupported_plan
 from sglang_blockreuse.layers.step_clock import PARTS
 
 SELECTION = {"final_k": 24, "pool_size": 60, "sink": 4, "window": 8}
@@ -189,6 +189,13 @@ class TestTies:
         ({"scorer": {"kind": "page_minmax"}}, "page_minmax"),
         ({"scorer": {"kind": "label_channels"}}, "label_channels needs scorer.weights"),
         ({"scorer": {"kind": "learned"}}, "learned needs scorer.weights"),
+        (
+            {
+                "scorer": {"kind": "label_channels", "weights": "w", "weights_sha256": "0"},
+                "layers": [{"layers": 0, "role": "full"}, {"layers": 1, "role": "full", "key_from": 0}],
+            },
+            r"key_from on layers [1]",
+        ),
         ({"scorer": {"scan_heads": "routed", "num_routed_heads": 2}}, "routed"),
     ],
     ids=str,
@@ -204,7 +211,7 @@ def test_a_plan_it_would_compute_wrongly_is_refused_by_name(changes, reason):
         "selection": SELECTION,
         **changes,
     }
-    plan = LayerPlan(read_spec(json.dumps(raw), "test.json"), "test").bind(1, None)
+    plan = LayerPlan(read_spec(json.dumps(raw), "test.json"), "test").bind(len(raw["layers"]), None)
     pool = torch.zeros(4, 3, 64)
     (message,) = unsupported_plan(plan, pool)
     assert reason in message

@@ -182,7 +182,7 @@ def _sparse_decoder(runner: Any, plan: BoundPlan | None, timing: bool) -> Sparse
         plan,
         num_requests=runner.req_to_token_pool.req_to_token.shape[0],
         num_q_heads=layer.tp_q_head_num,
-        k_pool_SHD=keys,
+        k_pools=runner.token_to_kv_pool.k_buffer,
         model_identity=_identity(runner) if plan.weights_file is not None else None,
         timing=timing,
     )

@@ -11,7 +11,6 @@ With `scan_heads: fused` the query heads of a KV head score as one, their mean.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,7 @@ from ..kernels.cpu_select import Geometry, Rows, Table
 from .index_keys import IndexKeys, Int4Copy, KeyCopy, MappedCopy
 from .index_weights import IndexWeights, read_weights
 from .plan import BoundPlan
-
-MAPPED = ("label_channels", "learned")
+from .plan_support import MAPPED
 
 
 class Scores:
@@ -63,21 +61,6 @@ class Scores:
         return work_RQW
 
 
-def unsupported_scorer(plan: BoundPlan, num_kv_heads: int, head_dim: int) -> Iterator[str]:
-    """What in a plan's scorer is not computed on the CPU."""
-    scorer = plan.scorer
-    if scorer.kind not in ("exact_qk", "int4_keys", *MAPPED):
-        yield f"scorer.kind is {scorer.kind}; served are exact_qk, int4_keys, label_channels and learned"
-    if "routed" in (scorer.scan_heads, scorer.rerank_heads):
-        yield "routed heads are not served; scan_heads and rerank_heads can be all or fused"
-    if scorer.kind == "int4_keys" and head_dim % 2:
-        yield f"an int4 key copy packs two channels in a byte and the head dim is {head_dim}"
-    if scorer.kind in MAPPED and plan.weights_file is None:
-        yield f"scorer {scorer.kind} needs scorer.weights, a file that `calibrate --distil` writes"
-    if scorer.kind == "learned" and (scorer.heads, scorer.scan_heads) != ("layer", "all"):
-        yield "scorer learned has one key for all heads, so heads is layer and scan_heads is all"
-
-
 def make_index_keys(
     plan: BoundPlan, k_pool_SHD: Tensor, num_q_heads: int, model_identity: str | None, *, strict: bool
 ) -> IndexKeys | None:
@@ -98,6 +81,6 @@ def make_index_keys(
         if weights is None
         else MappedCopy(num_slots, weights.layers[layer.layer])
         for layer in plan.layers
-        if layer.scores
+        if layer.scores and layer.key_from is None
     }
     return IndexKeys(copies, num_slots, strict=strict)

@@ -25,12 +25,14 @@ from torch import Tensor
 
 from ..kernels import cpu_codes, cpu_select, cpu_sparse
 from ..kernels.cpu_attention import Workspace, run_attention
-from ..kernels.cpu_numba import STORAGE, as_array
+from ..kernels.cpu_numba import as_array
 from ..kernels.cpu_select import Geometry, Rows, Table
 from ..metrics import Metrics
+from .decode_counts import StepCounter
 from .decode_step import NO_BIAS, NO_TAGS, Batch, Step, subset
 from .plan import BoundLayer, BoundPlan
-from .scorers import Scores, make_index_keys, unsupported_scorer
+from .plan_support import unsupported_plan
+from .scorers import Scores, make_index_keys
 from .share_state import ShareState
 from .step_clock import RunningClock, StepClock
 
@@ -56,12 +58,13 @@ class SparseDecoder:
         *,
         num_requests: int,
         num_q_heads: int,
-        k_pool_SHD: Tensor,
+        k_pools: Sequence[Tensor],
         model_identity: str | None = None,
         metrics: Metrics | None = None,
         strict: bool = False,
         timing: bool = False,
     ) -> None:
+        k_pool_SHD = k_pools[0]
         _, num_heads, head_dim = k_pool_SHD.shape
         reasons = list(unsupported_plan(plan, k_pool_SHD))
         if reasons or plan.selection is None:
@@ -71,6 +74,7 @@ class SparseDecoder:
             )
         num_lists = num_heads if plan.scorer.heads == "kv_head" else 1
         self.plan, self.selection = plan, plan.selection
+        self.k_pools = k_pools  # [S, H, D] of every layer: `key_from` scores those of another one
         self.geometry = Geometry(k_pool_SHD.dtype, num_heads, num_q_heads // num_heads, head_dim)
         self.state = ShareState(plan, num_requests, num_lists, strict=strict)
         self.metrics = metrics or Metrics()
@@ -84,10 +88,7 @@ class SparseDecoder:
         if plan.selection.refresh_every > 1:
             size = (plan.selection.pool_size or 0) + plan.selection.refresh_every
             self.extended = Table.empty(num_requests, num_lists, size)
-        self._distance = sum(x.layer - x.anchor for x in plan.layers if x.anchor is not None)
-        self._num_roles = {
-            role: sum(x.role == role for x in plan.layers) for role in ("full", "reindex", "reuse")
-        }
+        self._counter = StepCounter(plan)
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -96,7 +97,7 @@ class SparseDecoder:
         lens_T = np.array(batch.lens, np.int64)
         short_T = (lens_T < self.selection.min_seq_len) | (lens_T <= self.selection.final_k)
         sparse_T = ~(short_T | batch.dense.astype(bool))
-        self._count_rows(lens_T, short_T, sparse_T)
+        self._counter.count(self.metrics, lens_T, short_T, sparse_T)
         self.clock.begin(self.metrics)
         if not sparse_T.any():
             return None
@@ -113,31 +114,6 @@ class SparseDecoder:
         """KV of these slots is about to be written, in every layer."""
         if self.keys is not None:
             self.keys.written(slots_T)
-
-    def _count_rows(self, lens_T: Any, short_T: Any, sparse_T: Any) -> None:
-        add, sparse_lens_R = self.metrics.add, lens_T[sparse_T]
-        for kind, num_rows in (
-            ("sparse", len(sparse_lens_R)),
-            ("short", int(short_T.sum())),
-            ("exact", int((~(short_T | sparse_T)).sum())),
-        ):
-            if num_rows:
-                add("decode_rows_total", num_rows, kind=kind)
-        if not len(sparse_lens_R):
-            return
-        pool_size, roles = self.selection.pool_size or 0, self._num_roles
-        num_dense = self.plan.num_layers - sum(roles.values())
-        for kind, num_tokens in (
-            ("dense", num_dense * int(sparse_lens_R.sum())),
-            # with refreshes, each full layer counts for itself
-            ("scanned", 0 if self.extended is not None else roles["full"] * int(sparse_lens_R.sum())),
-            ("reranked", roles["reindex"] * int(sparse_lens_R.clip(max=pool_size).sum())),
-            ("attended", sum(roles.values()) * len(sparse_lens_R) * self.selection.final_k),
-        ):
-            if num_tokens:
-                add("decode_tokens_total", num_tokens, kind=kind)
-        if self._distance:
-            add("decode_staleness_total", self._distance * len(sparse_lens_R), axis="layers")
 
     def run(
         self,
@@ -177,7 +153,7 @@ class SparseDecoder:
         num_tokens = len(step.batch.requests)
         q_RQD = q_TQD[:num_tokens] if step.all_sparse else q_TQD[step.sparse_R]
         q, keys, values = (q_RQD.float() * scale).numpy(), as_array(k_SHD), as_array(v_SHD)
-        if layer.scores and self.keys is not None:
+        if layer.scores and layer.key_from is None and self.keys is not None:
             num_stale = self.keys.refresh(layer.layer, k_SHD)
             self.clock.lap("copy")
             if num_stale:
@@ -294,7 +270,10 @@ class SparseDecoder:
         rerank: bool,
     ) -> _Scored:
         self.clock.lap("rest")
-        shares = self.scores.score(layer.layer, q, k_SHD, rows, pool, pooled_R, rerank=rerank)
+        source = layer.layer
+        if layer.key_from is not None:
+            source, k_SHD = layer.key_from, self.k_pools[layer.key_from]
+        shares = self.scores.score(source, q, k_SHD, rows, pool, pooled_R, rerank=rerank)
         self.clock.lap("rerank" if pooled_R.all() else "scan")
         return _Scored(rows, pool, pooled_R, shares)
 
@@ -302,19 +281,6 @@ class SparseDecoder:
         self.clock.lap("rest")
         cpu_select.keep(*scored, self.selection.sink, self.selection.window, out)
         self.clock.lap(part)
-
-
-def unsupported_plan(plan: BoundPlan, k_pool_SHD: Tensor) -> Iterator[str]:
-    """What in a plan, or in the pool it would read, sparse decode on the CPU would compute wrongly."""
-    if k_pool_SHD.dtype not in STORAGE:
-        yield f"the pool holds {k_pool_SHD.dtype}, not {' or '.join(map(str, STORAGE))}"
-    if not k_pool_SHD.is_contiguous():
-        yield f"the pool's slots are not contiguous (strides {k_pool_SHD.stride()})"
-    yield from unsupported_scorer(plan, *k_pool_SHD.shape[1:])
-    for field in ("kv_from", "key_from"):
-        sharing = [layer.layer for layer in plan.layers if getattr(layer, field) is not None]
-        if sharing:
-            yield f"{field} on layers {sharing} is not served"
 
 
 def warm_up(decoder: SparseDecoder, k_pool_SHD: Tensor, num_q_heads: int) -> None:

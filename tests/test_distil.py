@@ -167,3 +167,33 @@ def test_a_text_that_leaves_nothing_to_choose_is_refused(model_path):
     plan = parse_plan(PLAN, "test.yaml").bind(30, None)
     with pytest.raises(ValueError, match="a text of 30 tokens leaves nothing to choose"):
         collect(Llama(model_path), [list(range(30))], plan, 4)
+
+
+def test_calibrate_writes_a_plan_that_its_model_serves_and_no_other(model_path, tmp_path, capsys):
+    from sglang_blockreuse.cli import main
+    from sglang_blockreuse.layers.index_weights import WeightsError, model_identity
+    from sglang_blockreuse.layers.sparse_decode import SparseDecoder
+
+    (tmp_path / "test.yaml").write_text(PLAN)
+    out = tmp_path / "out"
+    arguments = ["--distil", str(tmp_path / "test.yaml"), "--lengths", "220", "240", "--out", str(out)]
+    assert main(["calibrate", str(model_path), *arguments, "--scorer", "label_channels"]) == 0
+    assert "| label_channels | 24 |" in capsys.readouterr().out
+    plan = load_plan(out / "plan.yaml")
+    assert plan.fingerprint != load_plan(tmp_path / "test.yaml").fingerprint
+    pools = [torch.zeros(8, 3, 64)] * 30
+    bound = plan.bind(30, "LlamaForCausalLM")
+
+    def decoder(identity):
+        return SparseDecoder(bound, num_requests=2, num_q_heads=9, k_pools=pools, model_identity=identity)
+
+    assert set(decoder(model_identity(model_path)).keys.copies) == {2}
+    with pytest.raises(WeightsError, match="was made for model"):
+        decoder("0" * 64)
+
+
+def test_a_plan_without_scoring_layers_is_refused(model_path, tmp_path, capsys):
+    from sglang_blockreuse.cli import main
+
+    assert main(["calibrate", str(model_path), "--distil", "full", "--out", str(tmp_path)]) == 1
+    assert "nothing to distil" in capsys.readouterr().err

@@ -52,16 +52,15 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--stock", action="store_true", help="also time SGLang's torch_native decode")
     parser.add_argument("--bars", type=Path, metavar="FILE.jsonl", help="write the breakdown")
-    parser.add_argument("--lock", type=Path, help="file to lock while times are taken")
+    parser.add_argument("--lock", type=Path, help="file to lock: shared, and alone while times are taken")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with ExitStack() as stack:
+        lock = stack.enter_context(options.lock.open("w")) if options.lock else None
+        if lock is not None:
+            fcntl.flock(lock, fcntl.LOCK_SH)
         servers = start(stack, options)
-        for mode, server in servers.items():
-            turn(server, mode, options)  # prefills what the others find cached, compiles what is left
-        gate(servers["plan"], options)
-        if options.lock:
-            lock = stack.enter_context(options.lock.open("w"))
+        if lock is not None:
             fcntl.flock(lock, fcntl.LOCK_EX)
         times, parts = measure(servers, options)
     ratios = {mode: [a / b for a, b in zip(times["plan"], times[mode], strict=True)] for mode in times}
@@ -84,7 +83,7 @@ def main() -> int:
 
 
 def start(stack: ExitStack, options: Any) -> dict[str, Server]:
-    """A server for each mode; dense and plan share one."""
+    """A server for each mode, warm; dense and plan share one, which has passed the gate."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     config = folder / "config.yaml"
     config.write_text(f"layers: {{plan: {options.plan}, timing: true}}\n")
@@ -93,12 +92,16 @@ def start(stack: ExitStack, options: Any) -> dict[str, Server]:
     command = extended_command([*flags, "--blockreuse-config", str(config)])
     ours = stack.enter_context(running_server(command, log=folder / "ours.log", timeout_s=900))
     servers = {"dense": ours, "plan": ours}
+    # a first turn prefills what the others find cached, compiles what is left
+    warm = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1)).submit(gate, ours, options)
     if options.stock:
         backends = ["--prefill-attention-backend", "blockreuse", "--decode-attention-backend", "torch_native"]
         command = stock_command([*flags, *backends])
         servers["stock"] = stack.enter_context(
             running_server(command, log=folder / "stock.log", timeout_s=900)
         )
+        turn(servers["stock"], "stock", options)
+    warm.result()
     return servers
 
 

@@ -3,9 +3,8 @@
 Dims as in cpu_select.py, and: E key heads of the copy, Q = E * G queries, C channels, B = C / 2 bytes
 
 Byte i of a key holds channel i in its low half and channel i + B in its high half. A key's own ranges are (step, low)
-of the low half and of the high half, float16; keys without ranges stand for their codes as they are.
-
-    q . k = step_0 (q . codes)_0 + low_0 sum(q)_0 + step_1 (q . codes)_1 + low_1 sum(q)_1
+of the low half and of the high half, float16; keys without ranges stand for their codes as they are. A key is
+unpacked once for all query heads of its group.
 """
 
 from __future__ import annotations
@@ -54,31 +53,26 @@ def _kernel(num_heads: int, group: int, num_bytes: int) -> Callable[..., None]:
             request = requests[r]
             length = counts[request] if pooled[r] else lens[r]
             first = (task % num_chunks) * CHUNK
-            sums = np.zeros((num_heads * group, 2), np.float32)
-            for g in range(num_heads * group):
-                for b in range(num_bytes):
-                    sums[g, 0] += q[r, g, b]
-                    sums[g, 1] += q[r, g, num_bytes + b]
-            low, high = np.empty(num_bytes, np.float32), np.empty(num_bytes, np.float32)
+            key = np.empty(2 * num_bytes, np.float32)
             for j in range(first, min(first + CHUNK, length)):
                 for h in range(num_heads):
                     x = h if positions.shape[1] > 1 else 0
                     slot = slots[request, x, j] if pooled[r] else slot_table[request, j]
                     term = bias[tags[slot]] if tags.shape[0] else np.float32(0)
-                    for b in range(num_bytes):
-                        low[b] = np.float32(np.int32(codes[slot, h, b] & 15))
-                        high[b] = np.float32(np.int32(codes[slot, h, b] >> 4))
                     step_0 = step_1 = np.float32(1)
                     low_0 = low_1 = np.float32(0)
                     if ranges.shape[0]:
                         step_0, low_0 = to_float(ranges[slot, h, 0]), to_float(ranges[slot, h, 1])
                         step_1, low_1 = to_float(ranges[slot, h, 2]), to_float(ranges[slot, h, 3])
+                    for b in range(num_bytes):
+                        # 32-bit integers, or the loop does not vectorise
+                        code = np.int32(codes[slot, h, b])
+                        key[b] = np.float32(code & np.int32(15)) * step_0 + low_0
+                        key[num_bytes + b] = np.float32(code >> np.int32(4)) * step_1 + low_1
                     for g in range(h * group, h * group + group):
-                        dot_0 = dot_1 = np.float32(0)
-                        for b in range(num_bytes):
-                            dot_0 += q[r, g, b] * low[b]
-                            dot_1 += q[r, g, num_bytes + b] * high[b]
-                        dot = step_0 * dot_0 + low_0 * sums[g, 0] + step_1 * dot_1 + low_1 * sums[g, 1]
+                        dot = np.float32(0)
+                        for c in range(2 * num_bytes):
+                            dot += q[r, g, c] * key[c]
                         work[r, g, j] = dot + term
 
     return logits

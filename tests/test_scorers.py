@@ -235,6 +235,15 @@ class TestWeights:
             with pytest.raises(WeightsError, match=reason):
                 world.decoder()
 
+    @pytest.mark.parametrize("content", [b"", b"no such format" * 9], ids=["empty", "text"])
+    def test_a_file_of_another_format_is_refused(self, tmp_path, content):
+        (tmp_path / "w.safetensors").write_bytes(content)
+        scorer = {"kind": "learned", "weights": "w.safetensors"}
+        scorer["weights_sha256"] = hashlib.sha256(content).hexdigest()
+        world = World(make_plan("F", scorer=scorer, folder=tmp_path, **SELECTION), LENS)
+        with pytest.raises(WeightsError, match="is no file of scorer weights"):
+            world.decoder()
+
     def test_the_content_is_part_of_a_plans_fingerprint_and_the_name_is_not(self, tmp_path):
         def plan(name, content):
             digest = hashlib.sha256(content).hexdigest()

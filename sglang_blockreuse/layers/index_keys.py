@@ -17,7 +17,6 @@ differs is counted and mended.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any, Protocol
 
 import numpy as np
@@ -119,7 +118,6 @@ class IndexKeys:
 
     def __init__(self, copies: dict[int, KeyCopy], num_slots: int, *, strict: bool = False) -> None:
         self.copies, self.strict = copies, strict
-        self.counts: Counter[str] = Counter()
         self._current_S = np.zeros(num_slots, np.uint8)
         self._step = 0
         self._absent_T = self._checked_T = torch.zeros(0, dtype=torch.int64)

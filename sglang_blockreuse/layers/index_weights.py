@@ -11,6 +11,7 @@ and its SHA-256, so the plan's fingerprint covers it.
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,31 +111,31 @@ def read_weights(plan: BoundPlan, model: str | None) -> IndexWeights:
 
 
 def _parse(content: bytes, source: str) -> IndexWeights:
-    import json
-
+    from safetensors import SafetensorError
     from safetensors.torch import load
 
     try:
         tensors = load(content)
         length = int.from_bytes(content[:8], "little")
         metadata: dict[str, Any] = json.loads(content[8 : 8 + length]).get("__metadata__", {})
-        if metadata.get("format") != FORMAT:
-            raise ValueError(f"format {metadata.get('format')!r}, not {FORMAT!r}")
+        if metadata["format"] != FORMAT:
+            raise ValueError(f"format {metadata['format']!r}, not {FORMAT!r}")
+        kind, model = str(metadata["kind"]), str(metadata["model"])
         numbers = sorted({int(name.split(".")[0]) for name in tensors})
         layers = {
             layer: IndexMap(**{field: tensors[f"{layer}.{word}"] for word, field in _FIELDS.items()})
             for layer in numbers
         }
-    except Exception as error:
+    except (SafetensorError, KeyError, ValueError) as error:
         raise WeightsError(
-            f"{source}: is no file of scorer weights ({error}). Write it with `calibrate --distil`."
+            f"{source}: is no file of scorer weights ({error!r}). Write it with `calibrate --distil`."
         ) from error
     for layer, index in layers.items():
         if not all(bool(torch.isfinite(x).all()) for x in index) or bool((index.step_EC <= 0).any()):
             raise WeightsError(
                 f"{source}: layer {layer} holds values that are not finite, or steps not above 0."
             )
-    return IndexWeights(metadata["kind"], metadata["model"], layers, source)
+    return IndexWeights(kind, model, layers, source)
 
 
 def model_identity(folder: Path) -> str:

@@ -35,6 +35,7 @@ class Scores:
         self._scan_fused = scorer.scan_heads == "fused"
         self._rerank_fused = (scorer.rerank_heads or scorer.scan_heads) == "fused"
         self._work: Any = np.zeros(0, np.float32)
+        self._width = 0
 
     def begin(self, num_rows: int, width: int) -> None:
         """Scratch of one step; state that outlives it holds no float per key."""

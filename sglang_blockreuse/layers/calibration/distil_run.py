@@ -21,9 +21,11 @@ from ..index_weights import IndexWeights, model_identity
 from ..plan import BoundPlan, Scorer
 from ..plan_explain import KVShape
 from ..plan_loader import LayerPlan, load_plan
+from .case import Figures
 from .distil import Training, distil, label_index, principal_map, shuffled, student
 from .llama import Llama
 from .samples import Samples, collect, head_mean
+from .scored_case import ScoredCase
 from .texts import HELD_OUT, KINDS, Texts
 
 NUM_ROWS = 24  # of each text, in its last half
@@ -38,6 +40,7 @@ class Recall(msgspec.Struct, frozen=True):
     mass: float  # share of the group's attention that the best positions hold
     mass_p5: float  # the 5th percentile over rows
     agreement: float  # share of exact_qk's best positions that it finds
+    kl: float | None = None  # to dense decode, nats, of held-out rows under the plan with this scorer
 
 
 def run(
@@ -55,6 +58,7 @@ def run(
     labels = {layer: label_index(samples, 16) for layer, samples in train.items()}
     learned = {layer: _train(layer, samples, num_channels) for layer, samples in train.items()}
     table = _table(plan, model, train, held_out, labels, learned, num_channels)
+    table = _with_loss(table, plan, model, texts, lengths, {"label_channels": labels, "learned": learned})
     maps = learned if kind == "learned" else labels
     _write(source, kind, num_channels, maps, model_identity(folder), out)
     (out / "distil.md").write_text(_markdown(plan, table))
@@ -107,6 +111,30 @@ def _table(
             _recall(name, shape.index_bytes(scorer), scores, held_out, chosen)
             for name, scorer, scores in rows
         ]
+
+
+def _with_loss(
+    table: list[Recall],
+    plan: BoundPlan,
+    model: Llama,
+    texts: Texts,
+    lengths: tuple[int, int],
+    maps: dict[str, dict[int, IndexMap]],
+) -> list[Recall]:
+    """The table with the loss of whole decode rows, for the scorers that can be served."""
+    cases = [
+        ScoredCase(model, kind, ids, NUM_ROWS)
+        for kind, ids in zip(KINDS, _texts(texts, HELD_OUT, lengths), strict=True)
+    ]
+    rows = []
+    for row in table:
+        if row.scorer in ("exact_qk", "int4_keys", *maps):
+            for case in cases:
+                case.scorer = maps.get(row.scorer, row.scorer)
+            kl = Figures.joined([case.figures(plan) for case in cases]).kl
+            row = msgspec.structs.replace(row, kl=kl)
+        rows.append(row)
+    return rows
 
 
 def _int4(samples: Samples, head_dim: int) -> Tensor:
@@ -165,11 +193,14 @@ def _markdown(plan: BoundPlan, table: list[Recall]) -> str:
         f"The best {chosen} positions of each scorer, on held-out texts of {len(KINDS)} kinds: the share of the",
         "group's attention (without sinks and window) that they hold, and how many of exact_qk's best are among them.",
         "",
-        "| scorer | bytes per token and layer | mass | mass, worst 5 % of rows | found of exact_qk's |",
-        "|---|---|---|---|---|",
+        f"KL to dense decode is the mean over {NUM_ROWS} forced rows of each text, under the plan.",
+        "",
+        "| scorer | bytes per token and layer | mass | mass, worst 5 % of rows | found of exact_qk's | KL |",
+        "|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {r.scorer} | {r.bytes_per_token:.0f} | {r.mass:.3f} | {r.mass_p5:.3f} | {r.agreement:.3f} |"
+        f"| {r.scorer} | {r.bytes_per_token:.0f} | {r.mass:.3f} | {r.mass_p5:.3f} | {r.agreement:.3f} | "
+        + ("|" if r.kl is None else f"{r.kl:.3f} |")
         for r in table
     ]
     return "\n".join(lines) + "\n"

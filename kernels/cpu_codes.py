@@ -32,8 +32,8 @@ def score(
 
 
 def missing(rows: Rows, current_S: Any, phase: int, period: int) -> tuple[Any, Any]:
-    """(slots of the rows' histories whose flag is 0, which becomes 1; slots of every `period`-th position from
-    `phase` on whose flag was 1 before), int64. The first list names no slot twice."""
+    """(slots of the rows' histories whose flag is 0, none of them twice; slots of every `period`-th position from
+    `phase` on whose flag is 1), int64. `current_S` is scratch of the call and left as it was."""
     return _missing()(rows.requests_R, rows.lens_R, rows.slot_table, current_S, phase, period)
 
 
@@ -95,7 +95,7 @@ def _missing() -> Callable[..., Any]:
                 elif current[slot] != seen and j % period == phase:
                     checked.append(np.int64(slot))
         for slot in absent:
-            current[slot] = 1
+            current[slot] = 0
         return np.array(absent, np.int64), np.array(checked, np.int64)
 
     return found

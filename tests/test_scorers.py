@@ -195,6 +195,17 @@ class TestStaleCopies:
         assert len(decoder.keys._absent_T) == 250
         assert len(decoder.keys._checked_T) == 0, "what is not there yet is nothing to check"
 
+    def test_a_step_that_was_not_run_to_its_end_leaves_its_slots_absent(self, tmp_path):
+        world = make_world("int4_keys", tmp_path)
+        decoder = world.decoder()
+        step = decoder.begin(world.batch())
+        for layer in (0, 1):
+            world.run(decoder, step, layer)
+        for got, expected in zip(world.run_all(decoder), world.expected(), strict=True):
+            check(got, expected, torch.float32)
+        decoder.begin(world.batch())
+        assert len(decoder.keys._absent_T) == 0
+
 
 class TestWeights:
     def world(self, tmp_path, **options):

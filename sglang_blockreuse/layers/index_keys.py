@@ -120,6 +120,7 @@ class IndexKeys:
         self.copies, self.strict = copies, strict
         self._current_S = np.zeros(num_slots, np.uint8)
         self._step = 0
+        self._last = max(copies, default=-1)
         self._absent_T = self._checked_T = torch.zeros(0, dtype=torch.int64)
 
     @property
@@ -131,7 +132,7 @@ class IndexKeys:
         self._current_S[slots_T.numpy()] = 0
 
     def begin(self, rows: Rows) -> None:
-        """A step of these rows. Every layer that has a copy must refresh it in this step."""
+        """A step of these rows. Slots count as copied once the last layer that has a copy has refreshed it."""
         self._step += 1
         period = 1 if self.strict else AUDIT_PERIOD
         absent, checked = cpu_codes.missing(rows, self._current_S, self._step % period, period)
@@ -152,4 +153,6 @@ class IndexKeys:
                 )
             slots_T = torch.cat((slots_T, stale_T))
         copy.write(slots_T, k_SHD[slots_T])
+        if layer == self._last:
+            self._current_S[self._absent_T.numpy()] = 1
         return num_stale

@@ -82,9 +82,8 @@ class SparseDecoder:
         self.scores = Scores(plan, self.geometry, self.keys)
         self.workspace = Workspace()
         self.clock: StepClock = RunningClock() if timing else StepClock()
-        self.extended: Table | None = (
-            None  # a full layer's last pool and what came since, where it is not scanned
-        )
+        # a full layer's last pool and what came since, where it is not scanned
+        self.extended: Table | None = None
         if plan.selection.refresh_every > 1:
             size = (plan.selection.pool_size or 0) + plan.selection.refresh_every
             self.extended = Table.empty(num_requests, num_lists, size)

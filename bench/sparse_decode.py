@@ -1,11 +1,15 @@
 """Decode under a layer plan on the CPU: what each part of a layer costs, beside dense decode of the same pool.
 
-    python bench/sparse_decode.py [--dtype bfloat16] [--batch 8] [--context 7500] [--plan NAME|PATH] [--json PATH]
+    python bench/sparse_decode.py [--dtype bfloat16] [--batch 8] [--context 7500] [--plan NAME|PATH] [--stock]
+                                  [--json PATH]
 
 Synthetic pool with SmolLM2-135M's shapes; the last 200 tokens of the rows interleave, as rows that decode together
 do. The parts take turns and a figure is the median over turns, in ms per layer; the last lines sum them over the
 plan's layers. A part is timed only after its output passed the gate: selections equal those of the float64 law, but
 for borders that are closer than float32 resolves, and attention is within tolerance of it.
+
+--stock adds one layer of SGLang's torch_native decode on the same pool, and the model's linear layers. Their sums
+estimate the ratio of whole token steps; a server adds its scheduler to each side.
 """
 
 from __future__ import annotations
@@ -26,9 +30,10 @@ from sglang_blockreuse.demo import environment
 from sglang_blockreuse.kernels import cpu_select, cpu_sparse, reference, reference_select
 from sglang_blockreuse.kernels.cpu_attention import Workspace, plan_attention, run_attention
 from sglang_blockreuse.kernels.cpu_numba import as_array
+from sglang_blockreuse.layers.decode_step import Batch
 from sglang_blockreuse.layers.plan_explain import KVShape, explain
 from sglang_blockreuse.layers.plan_loader import load_plan
-from sglang_blockreuse.layers.sparse_decode import Batch, SparseDecoder
+from sglang_blockreuse.layers.sparse_decode import SparseDecoder
 
 NUM_LAYERS, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 30, 9, 3, 64
 SCALE = HEAD_DIM**-0.5
@@ -47,6 +52,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=7500)
     parser.add_argument("--plan", default="smollm2-135m-three-role")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--stock", action="store_true", help="beside torch_native, with linear layers")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     bench = Bench(options)
@@ -80,7 +86,7 @@ class Bench:
         self.q = torch.randn(len(lens), NUM_Q_HEADS, HEAD_DIM).to(dtype)
         self.out = torch.empty_like(self.q)
         self.decoder = SparseDecoder(
-            self.plan, num_requests=len(lens), num_q_heads=NUM_Q_HEADS, k_pool_SHD=self.k
+            self.plan, num_requests=len(lens), num_q_heads=NUM_Q_HEADS, k_pools=[self.k] * NUM_LAYERS
         )
         requests = list(range(len(lens)))
         none = np.zeros(len(lens), np.uint8)
@@ -95,6 +101,7 @@ class Bench:
         self.work = np.empty((len(lens), NUM_Q_HEADS, max(lens)), np.float32)
         self.sparse_out = np.empty(self.q.shape, np.float32)
         self.workspace = Workspace()
+        self.stock = options.stock
         # every layer once, so that each finds what its anchor leaves for it and none scans for want of it
         for layer in range(NUM_LAYERS):
             self.decoder.run(step, layer, self.q, self.k, self.v, self.out, scale=SCALE)
@@ -123,8 +130,23 @@ class Bench:
             "dense": lambda: run_attention(
                 self.dense, self.q, self.k, self.v, self.out, scale=SCALE, workspace=self.workspace
             ),
+            **(self._stock() if self.stock else {}),
             **{role: self._layer(role) for role in ROLES if any(x.role == role for x in self.plan.layers)},
         }
+
+    def _stock(self) -> dict[str, Callable[[], None]]:
+        from cpu_attention import LinearLayers
+        from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+        backend, linear = object.__new__(TorchNativeAttnBackend), LinearLayers(self.k.dtype)
+        shared = (self.q, self.out, self.k, self.v, self.table, torch.arange(self.batch))
+
+        def attention() -> None:
+            lens = torch.tensor(self.lens)
+            backend._run_sdpa_forward_decode(*shared, lens, scaling=SCALE, enable_gqa=True)
+
+        # all layers at once, so that no weight is found in a cache
+        return {"stock": attention, "linear, all": lambda: linear.run(self.batch, self.batch)}
 
     def _layer(self, role: str) -> Callable[[], None]:
         """A whole layer of the decoder, checks and copies included."""
@@ -178,7 +200,17 @@ class Bench:
         dense = times["dense"] * NUM_LAYERS
         shape = KVShape(num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM, kv_element_bytes=self.k.element_size())
         cost = explain(self.plan, shape, num_tokens=self.context, batch=self.batch)
-        return {
+        whole = {}
+        if self.stock:
+            stock, linear = times["stock"] * NUM_LAYERS, times["linear, all"]
+            whole = {
+                "stock ms per step": stock,
+                "plan / stock": sparse / stock,
+                "linear layers ms": linear,
+                "plan / dense, whole step": (sparse + linear) / (dense + linear),
+                "plan / stock, whole step": (sparse + linear) / (stock + linear),
+            }
+        return whole | {
             "plan ms per step": sparse,
             "dense ms per step": dense,
             "time ratio": sparse / dense,

@@ -88,6 +88,23 @@ def exponential() -> Any:
 
 
 @functools.cache
+def half_loader() -> Any:
+    """Bits of a float16 -> float32."""
+    from llvmlite import ir
+    from numba import types
+    from numba.extending import intrinsic
+
+    @intrinsic
+    def load(typing_context: Any, bits: Any) -> Any:
+        def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
+
+        return types.float32(types.uint16), build
+
+    return load
+
+
+@functools.cache
 def loader(dtype: torch.dtype) -> Any:
     """Element of a pool's memory -> float32."""
     import numba

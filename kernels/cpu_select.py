@@ -77,9 +77,8 @@ def score(
     `q_RQD` is float32 and carries the scale. Row r scores its pool (column j is pool position j) where pooled_R[r]
     (uint8) is set, else its whole history (column j is position j).
     """
-    logits, shares = _scorers(geometry)
-    logits(q_RQD, keys_SHD, *rows, *pool, pooled_R, work_RQW)
-    shares(rows.requests_R, rows.lens_R, pool.counts, pooled_R, work_RQW)
+    _logits(geometry)(q_RQD, keys_SHD, *rows, *pool, pooled_R, work_RQW)
+    shares_of(q_RQD.shape[1])(rows.requests_R, rows.lens_R, pool.counts, pooled_R, work_RQW)
 
 
 def keep(
@@ -95,12 +94,40 @@ def keep(
     _keeper()(rows.requests_R, rows.lens_R, rows.slot_table, *pool, pooled_R, work_RQW, sinks, window, *out)
 
 
+def extend(rows: Rows, pool: Table, seen_R: Any, out: Table) -> None:
+    """Writes each row's pool of an earlier step and the positions [seen_R[r], len) behind it into `out`.
+
+    Slots are translated anew. Rows with seen_R[r] = 0 (int64) are left out. `out` must hold what is written.
+    """
+    _extender()(rows.requests_R, rows.lens_R, rows.slot_table, pool.positions, pool.counts, seen_R, *out)
+
+
 @functools.cache
-def _scorers(geometry: Geometry) -> tuple[Callable[..., None], Callable[..., None]]:
+def _extender() -> Callable[..., None]:
+    import numba
+
+    @numba.njit(nogil=True)
+    def extend(requests, lens, slot_table, positions, counts, seen, out, out_slots, out_counts):
+        for r in range(requests.shape[0]):
+            if seen[r] == 0:
+                continue
+            request, n = requests[r], counts[requests[r]]
+            for x in range(positions.shape[1]):
+                for j in range(n + lens[r] - seen[r]):
+                    position = positions[request, x, j] if j < n else seen[r] + j - n
+                    out[request, x, j] = position
+                    out_slots[request, x, j] = slot_table[request, position]
+            out_counts[request] = n + lens[r] - seen[r]
+
+    return extend
+
+
+@functools.cache
+def _logits(geometry: Geometry) -> Callable[..., None]:
     import numba
 
     num_heads, group, head_dim = geometry[1:]
-    load, exp = loader(geometry.dtype), exponential()
+    load = loader(geometry.dtype)
 
     @numba.njit(parallel=True, nogil=True, error_model="numpy", fastmath=REORDER)
     def logits(q, keys, requests, lens, slot_table, tags, bias, positions, slots, counts, pooled, work):
@@ -124,9 +151,18 @@ def _scorers(geometry: Geometry) -> tuple[Callable[..., None], Callable[..., Non
                             dot += q[r, g, d] * key[d]
                         work[r, g, j] = dot + term
 
+    return logits
+
+
+@functools.cache
+def shares_of(num_q_heads: int) -> Callable[..., None]:
+    """Turns the logits of every query head into its shares of the softmax, in place."""
+    import numba
+
+    exp = exponential()
+
     @numba.njit(parallel=True, nogil=True, error_model="numpy", fastmath=REORDER)
     def shares(requests, lens, counts, pooled, work):
-        num_q_heads = num_heads * group
         for task in numba.prange(requests.shape[0] * num_q_heads):
             r, g = task // num_q_heads, task % num_q_heads
             length = counts[requests[r]] if pooled[r] else lens[r]
@@ -143,7 +179,7 @@ def _scorers(geometry: Geometry) -> tuple[Callable[..., None], Callable[..., Non
             for j in range(length):
                 logit[j] *= share
 
-    return logits, shares
+    return shares
 
 
 @functools.cache

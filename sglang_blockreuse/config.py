@@ -45,6 +45,7 @@ class LayersConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_o
     """Layer plans."""
 
     plan: str | None = None  # name of a shipped plan or path of a plan file
+    timing: bool = False  # count seconds of decode steps by part and role of the layer
 
 
 class Config(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -81,7 +82,8 @@ def load_config(path: str | os.PathLike[str] | None, *, layer_plan: str | None =
     source = str(path) if path else os.environ.get(CONFIG_ENV)
     config = _read(Path(source)) if source else Config()
     if layer_plan is not None:
-        config = msgspec.structs.replace(config, layers=LayersConfig(plan=layer_plan))
+        layers = msgspec.structs.replace(config.layers, plan=layer_plan)
+        config = msgspec.structs.replace(config, layers=layers)
     _check(config, source or "defaults")
     return config
 
@@ -101,7 +103,7 @@ def _read(path: Path) -> Config:
         return msgspec.yaml.decode(raw, type=Config)
     except msgspec.ValidationError as error:
         raise ConfigError(
-            f"{path}: {error}. Allowed keys: blocks {{{', '.join(KEYS)}}}, layers {{plan}}, kernels, strict."
+            f"{path}: {error}. Allowed keys: blocks {{{', '.join(KEYS)}}}, layers {{plan, timing}}, kernels, strict."
         ) from None
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path}: neither YAML nor JSON: {error}. Mend the file at that place.") from None

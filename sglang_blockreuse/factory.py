@@ -154,11 +154,13 @@ def _sparse_plan(backend: Any) -> str | None:
 
 
 def _join_backend(backend: Any, cache: Any, metrics: Metrics) -> None:
-    """Let the attention backend know which requests decode dense, and count where the server counts."""
+    """Let the attention backend know which requests decode dense and what the loader writes, and count where the
+    server counts."""
     cache.row_modes = getattr(backend, "row_modes", None)
     sparse = getattr(backend, "sparse", None)
     if sparse is not None:
         sparse.metrics = metrics
+        cache.steps.announce = sparse.written
 
 
 def _tags(ctx: Any, config: Config) -> SlotTags | None:

@@ -31,6 +31,16 @@ SERIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "decode_rows_total": ("Rows of decode steps under a sparse layer plan: sparse, or why dense.", ("kind",)),
     "decode_tokens_total": ("Token reads of sparse rows, summed over layers, by what reads them.", ("kind",)),
     "decode_own_scans_total": ("Scans by consumers whose shared state was stale.", ("role",)),
+    "decode_staleness_total": (
+        "How old shared state was when it was used, summed over sparse rows: layers to the anchor, summed over its "
+        "consumers; steps since the scan, summed over full layers.",
+        ("axis",),
+    ),
+    "decode_seconds_total": (
+        "Seconds of decode steps under a sparse plan, by part and role of the layer; only with layers.timing.",
+        ("part", "role"),
+    ),
+    "decode_stale_keys_total": ("Index keys found to be of other keys than the pool's, and mended.", ()),
     "errors_total": ("Requests served without reuse because of an internal error.", ()),
 }
 

@@ -173,7 +173,9 @@ class RequestState:
     plan: BlockPlan | None = None  # while the prompt is prefilled
     first_local: int | None = None  # from here on the row's KV is never published; outlives the plan
     not_compiled: str | None = None  # why unseen blocks of this request were left unseen
-    found_blocks: tuple[str, ...] = ()  # of each block behind the exact prefix, how much the last admission found
+    found_blocks: tuple[
+        str, ...
+    ] = ()  # of each block behind the exact prefix, how much the last admission found
     found_homes: Any = None  # list[Home] where the index chose them; None: the homes that compiling makes
     # slots of each plan segment's home tokens, int64 [len(segment)], position-aligned with the segment
     home_slots: list[Any] = field(default_factory=list)

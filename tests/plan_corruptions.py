@@ -264,6 +264,18 @@ def number_of_routed_heads_without_routing(raw: Raw) -> str:
 
 
 @corruption
+def weights_of_a_scorer_that_learns_nothing(raw: Raw) -> str:
+    raw["scorer"] = {"kind": "int4_keys", "weights": "w.safetensors", "weights_sha256": "0" * 64}
+    return "scorer.weights"
+
+
+@corruption
+def weights_without_their_digest(raw: Raw) -> str:
+    raw["scorer"] = {"kind": "learned", "weights": "w.safetensors"}
+    return "scorer.weights_sha256"
+
+
+@corruption
 def rerank_without_a_pool(raw: Raw) -> str:
     raw["layers"] = [{"layers": "all", "role": "full"}]
     raw["scorer"] = {"scan_heads": "fused", "rerank_heads": "all"}

@@ -66,12 +66,14 @@ def _layer(draw: st.DrawFn, layer: int, before: list[Raw], pool: bool) -> Raw:
 
 @st.composite
 def _scorers(draw: st.DrawFn, pool: bool) -> Raw:
-    kinds = ["exact_qk", "int4_keys", "label_channels", "page_minmax", "model_indexer"]
+    kinds = ["exact_qk", "int4_keys", "label_channels", "page_minmax", "learned", "model_indexer"]
     scorer: Raw = {"kind": draw(st.sampled_from(kinds)), "heads": draw(st.sampled_from(["layer", "kv_head"]))}
     if scorer["kind"] == "page_minmax":
         scorer["page_size"] = draw(st.integers(1, 64))
     if scorer["kind"] == "label_channels":
         scorer["num_channels"] = draw(st.integers(1, 64))
+    if scorer["kind"] in ("label_channels", "learned") and draw(st.booleans()):
+        scorer |= {"weights": "weights.safetensors", "weights_sha256": "0" * 64}
     scorer["scan_heads"] = draw(st.sampled_from(["all", "fused", "routed"]))
     if scorer["scan_heads"] == "routed":
         scorer |= {"num_routed_heads": draw(st.integers(1, 8)), "residual": draw(st.booleans())}

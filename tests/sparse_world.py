@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor
 from sglang_blockreuse.kernels import reference
 from sglang_blockreuse.kernels import reference_select as law
 from sglang_blockreuse.kernels.cpu_attention import KeyBias
+from sglang_blockreuse.kernels.reference_index import IndexMap, index_codes, index_keys
+from sglang_blockreuse.layers.decode_step import Batch, Step
 from sglang_blockreuse.layers.plan import BoundPlan
 from sglang_blockreuse.layers.plan_loader import LayerPlan
 from sglang_blockreuse.layers.plan_schema import read_spec
-from sglang_blockreuse.layers.sparse_decode import Batch, SparseDecoder, Step
+from sglang_blockreuse.layers.sparse_decode import SparseDecoder
 
 H, G, D = 3, 3, 64
 SCALE = D**-0.5
@@ -27,7 +30,14 @@ ROLES = {"D": "dense", "F": "full", "X": "reindex", "R": "reuse"}
 
 
 def make_plan(
-    pattern: str, *, heads: str = "layer", attend_all: Sequence[int] = (), **selection: int
+    pattern: str,
+    *,
+    heads: str = "layer",
+    scorer: dict[str, object] | None = None,
+    folder: Path | None = None,
+    attend_all: Sequence[int] = (),
+    key_from: dict[int, int] | None = None,
+    **selection: int,
 ) -> BoundPlan:
     """A plan from one letter per layer; X takes the pool of the latest F, R the indices of the latest F or X."""
     entries, full, indices = [], None, None
@@ -35,15 +45,18 @@ def make_plan(
         entry: dict[str, object] = {"layers": layer, "role": ROLES[letter]}
         if letter == "F" and layer in attend_all:
             entry["attend"] = "all"
+        if layer in (key_from or {}):
+            entry["key_from"] = key_from[layer]
         if letter in "XR":
             entry["anchor"] = full if letter == "X" else indices
         full = layer if letter == "F" else full
         indices = layer if letter in "FX" else indices
         entries.append(entry)
-    raw = {"version": 1, "name": pattern, "layers": entries, "scorer": {"heads": heads}}
+    raw = {"version": 1, "name": pattern, "layers": entries, "scorer": {"heads": heads, **(scorer or {})}}
     if selection:
         raw["selection"] = selection
-    return LayerPlan(read_spec(json.dumps(raw), "test.json"), "test").bind(len(pattern), None)
+    spec = read_spec(json.dumps(raw), "test.json")
+    return LayerPlan(spec, "test", None if folder is None else str(folder)).bind(len(pattern), None)
 
 
 class World:
@@ -70,11 +83,12 @@ class World:
                 pool[mine.long()] = (torch.randn(n, H, D) * 2).to(dtype)
         self.q = [torch.randn(len(lens), H * G, D).to(dtype) for _ in plan.layers]
         self.bias: KeyBias | None = None
+        self.maps: dict[int, IndexMap] = {}  # of the layers that score, for a scorer that has weights
 
     def decoder(self, **options: object) -> SparseDecoder:
         num_requests = self.table.shape[0]
         return SparseDecoder(
-            self.plan, num_requests=num_requests, num_q_heads=H * G, k_pool_SHD=self.k[0], **options
+            self.plan, num_requests=num_requests, num_q_heads=H * G, k_pools=self.k, **options
         )
 
     def batch(self, dense: Sequence[int] = (), order: Sequence[int] | None = None) -> Batch:
@@ -146,12 +160,17 @@ class World:
         bound = self.plan.layers[layer]
         if bound.role == "reuse":
             return self.indices(bound.anchor)
+        if bound.role == "full" and self.plan.scorer.reranks_own_pool:
+            return self._rerank(layer, layer)
         if bound.role == "full":
             return self._scan(layer, self.plan.selection.final_k)
-        pool, counts = self._scan(bound.anchor, self.plan.selection.pool_size)
+        return self._rerank(layer, bound.anchor)
+
+    def _rerank(self, layer: int, anchor: int) -> tuple[Tensor, Tensor]:
+        scorer = self.plan.scorer
+        pool, counts = self._scan(anchor, self.plan.selection.pool_size)
         return law.rerank(
-            self.q[layer].double(),
-            self.k[layer].double(),
+            *self._scored(layer, scorer.rerank_heads or scorer.scan_heads),
             pool,
             counts,
             *self._history(),
@@ -160,8 +179,22 @@ class World:
         )
 
     def _scan(self, layer: int, size: int) -> tuple[Tensor, Tensor]:
-        q, k = self.q[layer].double(), self.k[layer].double()
-        return law.scan(q, k, *self._history(), size=size, **self._words())
+        scored = self._scored(layer, self.plan.scorer.scan_heads)
+        return law.scan(*scored, *self._history(), size=size, **self._words())
+
+    def _scored(self, layer: int, heads: str) -> tuple[Tensor, Tensor]:
+        """The queries and keys of float64 that the plan's scorer compares."""
+        source = self.plan.layers[layer].key_from
+        q, k = self.q[layer], self.k[layer if source is None else source]
+        if self.plan.scorer.kind == "int4_keys":
+            k = law.dequantise_int4(law.quantise_int4(k))
+        elif layer in self.maps:
+            index = IndexMap(*(x.double() for x in self.maps[layer]))
+            q = torch.einsum("rqd,qcd->rqc", q.double(), index.query_QCD)
+            k = index_keys(index, index_codes(self.maps[layer], k))
+        if heads == "fused":
+            q = q.double().unflatten(1, (k.shape[1], -1)).mean(2)
+        return q.double(), k.double()
 
     def _history(self) -> tuple[Tensor, Tensor]:
         rows = [self.table[request, :n] for request, n in zip(self.requests, self.lens, strict=True)]

@@ -18,7 +18,7 @@ def write(tmp_path, text: str):
 def test_the_keys_are_frozen():
     """A new key is a decision, not an accident."""
     assert Config.__struct_fields__ == ("blocks", "layers", "kernels", "strict")
-    assert LayersConfig.__struct_fields__ == ("plan",)
+    assert LayersConfig.__struct_fields__ == ("plan", "timing")
     assert sorted(BlocksConfig.__struct_fields__) == [
         "alpha",
         "auto",

@@ -103,5 +103,8 @@ def test_the_metric_names_are_frozen():
         "decode_rows_total": ("kind",),
         "decode_tokens_total": ("kind",),
         "decode_own_scans_total": ("role",),
+        "decode_seconds_total": ("part", "role"),
+        "decode_stale_keys_total": (),
+        "decode_staleness_total": ("axis",),
         "errors_total": (),
     }

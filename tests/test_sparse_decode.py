@@ -11,7 +11,8 @@ from sparse_world import World, make_plan
 from tolerances import EXACT, KERNEL_OUT
 
 from sglang_blockreuse.kernels.cpu_attention import KeyBias
-from sglang_blockreuse.layers.sparse_decode import unsupported_plan
+from sglang_blockreuse.layers.plan_support import unsupported_plan
+from sglang_blockreuse.layers.step_clock import PARTS
 
 SELECTION = {"final_k": 24, "pool_size": 60, "sink": 4, "window": 8}
 LENS = [700, 61, 513, 130, 300]
@@ -154,6 +155,7 @@ class TestRows:
             "decode_tokens_total scanned": sum(sparse),
             "decode_tokens_total reranked": 60 * 4,
             "decode_tokens_total attended": 3 * 4 * 24,
+            "decode_staleness_total layers": 2 * 4,
         }
 
 
@@ -185,8 +187,16 @@ class TestTies:
     ("changes", "reason"),
     [
         ({"scorer": {"kind": "page_minmax"}}, "page_minmax"),
-        ({"scorer": {"kind": "label_channels"}}, "label_channels"),
-        ({"scorer": {"scan_heads": "fused"}}, "fused"),
+        ({"scorer": {"kind": "label_channels"}}, "label_channels needs scorer.weights"),
+        ({"scorer": {"kind": "learned"}}, "learned needs scorer.weights"),
+        (
+            {
+                "scorer": {"kind": "label_channels", "weights": "w", "weights_sha256": "0"},
+                "layers": [{"layers": 0, "role": "full"}, {"layers": 1, "role": "full", "key_from": 0}],
+            },
+            r"key_from on layers [1]",
+        ),
+        ({"scorer": {"scan_heads": "routed", "num_routed_heads": 2}}, "routed"),
     ],
     ids=str,
 )
@@ -201,7 +211,7 @@ def test_a_plan_it_would_compute_wrongly_is_refused_by_name(changes, reason):
         "selection": SELECTION,
         **changes,
     }
-    plan = LayerPlan(read_spec(json.dumps(raw), "test.json"), "test").bind(1, None)
+    plan = LayerPlan(read_spec(json.dumps(raw), "test.json"), "test").bind(len(raw["layers"]), None)
     pool = torch.zeros(4, 3, 64)
     (message,) = unsupported_plan(plan, pool)
     assert reason in message
@@ -211,3 +221,37 @@ def test_a_plan_it_would_compute_wrongly_is_refused_by_name(changes, reason):
     plan = LayerPlan(read_spec(json.dumps(shares), "test.json"), "test").bind(2, None)
     assert "kv_from on layers [1]" in "".join(unsupported_plan(plan, pool))
     assert "float16" in "".join(unsupported_plan(make_plan("F", **SELECTION), pool.half()))
+
+
+class TestClock:
+    def seconds(self, **options):
+        world = World(make_plan("DFXR", scorer={"kind": "int4_keys"}, **SELECTION), LENS)
+        decoder = world.decoder(**options)
+        for _ in range(2):  # a step is counted when the next one begins
+            world.run_all(decoder)
+        return {
+            tuple(name.split()[1:]): value
+            for name, value in decoder.metrics.counts.items()
+            if name.startswith("decode_seconds_total")
+        }
+
+    def test_every_part_of_every_role_is_timed(self):
+        found = self.seconds(timing=True)
+        assert all(value > 0 for value in found.values())
+        parts = {
+            role: {part for part, at in found if at == role} for role in ("dense", "full", "reindex", "reuse")
+        }
+        assert parts["dense"] == {"dense", "rest"}
+        assert parts["full"] >= {"scan", "copy", "compaction", "top_k", "attention", "rest", "between"}
+        assert parts["reindex"] == parts["full"] - {"scan", "compaction"} | {"rerank"}
+        assert parts["reuse"] == {"attention", "dense", "rest", "between"}
+        assert set().union(*parts.values()) <= set(PARTS)
+
+    def test_off_it_never_looks_at_a_clock(self, monkeypatch):
+        def clock():
+            raise AssertionError("a clock was read")
+
+        monkeypatch.setattr("sglang_blockreuse.layers.step_clock.time.perf_counter", clock)
+        assert self.seconds() == {}
+        with pytest.raises(AssertionError, match="a clock was read"):
+            self.seconds(timing=True)

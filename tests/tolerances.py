@@ -44,6 +44,10 @@ KERNEL_OUT = {
     ("lse", torch.bfloat16): (3e-6, 0.0),
 }
 
+# Share of exact_qk's selection that a scorer must find on synthetic keys of which a quarter of the channels carry
+# 90 % of the energy: 4 bits lose the last ranks only, 16 of 64 channels see that quarter.
+SCORER_RECALL = {"int4_keys": 0.9, "label_channels": 0.7}
+
 # Log-probabilities of the float32 model for one sequence computed in other batches (rows, chunks, reuse that
 # covers everything): one rounding per reduction. The bar for logits is 1e-4 relative; this one is absolute on
 # log-probabilities, which is stricter.

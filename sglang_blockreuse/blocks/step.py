@@ -63,6 +63,7 @@ class PrefillSteps:
         tags: SlotTags | None = None,
     ) -> None:
         self.tags = tags  # kept only where alpha or beta is not 0
+        self.announce: Callable[[Tensor], None] | None = None  # told of slots before KV is copied into them
         self._blocks = blocks
         self._loader = loader
         self._metrics = metrics
@@ -140,6 +141,8 @@ class PrefillSteps:
         assert self._loader is not None
         if self.tags is not None:
             self.tags.loaded(part.state, part.row_slots, part.low, part.high)
+        if self.announce is not None:
+            self.announce(part.row_slots[part.low : part.high])
         started = time.perf_counter()
         num_copied = self._loader.load(part.state, part.row_slots, part.low, part.high)
         self._metrics.add("copy_seconds_total", time.perf_counter() - started)

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Benchmarks: quality, tasks, serving against stock SGLang, soak, scale, kernels, limits, reports of their results.
-=======
-"""Benchmarks: quality per policy and budget, serving against stock SGLang, retrieval under a layer plan, soak, reports.
->>>>>>> plans
+"""Benchmarks: quality, tasks, serving, retrieval, soak, scale, kernels, limits, all figures, reports of results.
 
 They live in bench/ of the source repository and are no part of the wheel: the folder is looked for beside the
 installed package (a clone installed with `pip install -e '.[bench]'`), then in the current folder. Every benchmark
@@ -30,6 +26,8 @@ BENCHMARKS = (
     "figures",
     "report",
 )
+# `kernels` is an import name that SGLang's own dependency owns, and bench/ comes first in the path of every benchmark
+SCRIPTS = {"kernels": "kernel_times.py"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

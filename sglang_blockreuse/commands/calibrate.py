@@ -2,6 +2,7 @@
 
     sglang-blockreuse calibrate MODEL --full 10 --follower R --out plans/     search, then judge
     sglang-blockreuse calibrate MODEL --evaluate NAME|PATH ... --out DIR      judge plans that exist
+    sglang-blockreuse calibrate MODEL --distil NAME|PATH --out DIR            train a scorer for a plan
 
 A search begins with the pattern that loses the least softmax mass (dynamic programming over a table measured in one
 dense pass), or with --start, turns full layers into followers until --full are left, moves them about, and lets every
@@ -48,6 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="held-out",
         help="texts to judge on: those to choose among plans, or those that nothing was chosen on",
     )
+    parser.add_argument(
+        "--distil", metavar="PLAN", help="make what a scorer of this plan reads, with a table"
+    )
+    parser.add_argument(
+        "--scorer", choices=("learned", "label_channels"), default="learned", help="with --distil"
+    )
+    parser.add_argument(
+        "--channels", type=int, default=32, help="with --distil: of a learned key (default: 32)"
+    )
     parser.add_argument("--full", type=int, default=10, help="full layers to end with (default: 10)")
     parser.add_argument(
         "--follower", choices=("R", "X"), default="R", help="R reuses indices, X reranks in a pool"
@@ -82,11 +92,28 @@ def run(arguments: argparse.Namespace) -> int:
     from ..layers.calibration.llama import UnsupportedModel
 
     try:
-        _Run(arguments).run()
+        if arguments.distil is not None:
+            _distil(arguments)
+        else:
+            _Run(arguments).run()
     except (PlanError, UnsupportedModel, ValueError, OSError) as error:
         print(f"sglang-blockreuse calibrate: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _distil(arguments: argparse.Namespace) -> None:
+    from ..layers.calibration import distil_run
+
+    distil_run.run(
+        arguments.model,
+        arguments.distil,
+        arguments.out,
+        lengths=tuple(arguments.lengths),
+        kind=arguments.scorer,
+        num_channels=arguments.channels,
+    )
+    print((arguments.out / "distil.md").read_text())
 
 
 class _Run:

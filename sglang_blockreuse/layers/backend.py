@@ -54,7 +54,7 @@ def _cpu(runner: Any, config: Config, plan: BoundPlan | None) -> Any:
         )
     from .cpu_backend import CpuAttnBackend
 
-    return CpuAttnBackend(runner, plan)
+    return CpuAttnBackend(runner, plan, timing=config.layers.timing)
 
 
 def _cuda(runner: Any, config: Config, plan: BoundPlan | None) -> Any:

@@ -7,7 +7,9 @@ repair rows do; the host does not say which rows they are.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +20,13 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
 from ..kernels.cpu_attention import AttentionPlan, KeyBias, Workspace, plan_attention, run_attention
+from .decode_step import Batch, Step
+from .index_weights import model_identity
 from .plan import BoundPlan
 from .row_modes import RowModes
-from .sparse_decode import Batch, SparseDecoder, Step, warm_up
+from .sparse_decode import SparseDecoder, warm_up
+
+logger = logging.getLogger(__name__)
 
 
 class CpuAttnBackend(AttentionBackend):
@@ -36,7 +42,7 @@ class CpuAttnBackend(AttentionBackend):
     alpha: float = 0.0
     beta: float = 0.0
 
-    def __init__(self, runner: Any, layer_plan: BoundPlan | None = None) -> None:
+    def __init__(self, runner: Any, layer_plan: BoundPlan | None = None, *, timing: bool = False) -> None:
         super().__init__()
         reasons = list(_unsupported(runner))
         if reasons:
@@ -53,7 +59,7 @@ class CpuAttnBackend(AttentionBackend):
         # what KV of decode steps is valid for: None or a dense plan writes what a full prefill would
         self.layer_plan = layer_plan
         self.row_modes = RowModes(self.req_to_token_pool.req_generation.numpy())
-        self.sparse = _sparse_decoder(runner, layer_plan)
+        self.sparse = _sparse_decoder(runner, layer_plan, timing)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan the forward for all layers. Raises NotImplementedError for speculative modes."""
@@ -61,6 +67,8 @@ class CpuAttnBackend(AttentionBackend):
         if mode.is_idle():
             self.forward_metadata = None
             return
+        if self.sparse is not None and forward_batch.out_cache_loc is not None:
+            self.sparse.written(forward_batch.out_cache_loc)
         requests = forward_batch.req_pool_indices.tolist()
         if mode.is_decode():
             lens = forward_batch.seq_lens.tolist()
@@ -164,7 +172,7 @@ class CpuAttnBackend(AttentionBackend):
         return False
 
 
-def _sparse_decoder(runner: Any, plan: BoundPlan | None) -> SparseDecoder | None:
+def _sparse_decoder(runner: Any, plan: BoundPlan | None, timing: bool) -> SparseDecoder | None:
     """The decoder of a plan that is not dense, compiled. Raises NotImplementedError, see SparseDecoder."""
     if plan is None or plan.is_dense:
         return None
@@ -174,10 +182,23 @@ def _sparse_decoder(runner: Any, plan: BoundPlan | None) -> SparseDecoder | None
         plan,
         num_requests=runner.req_to_token_pool.req_to_token.shape[0],
         num_q_heads=layer.tp_q_head_num,
-        k_pool_SHD=keys,
+        k_pools=runner.token_to_kv_pool.k_buffer,
+        model_identity=_identity(runner) if plan.weights_file is not None else None,
+        timing=timing,
     )
+    if decoder.keys is not None:
+        logger.info("blockreuse: index keys take %.1f MB beside the pool", decoder.keys.num_bytes / 1e6)
     warm_up(decoder, keys, layer.tp_q_head_num)
     return decoder
+
+
+def _identity(runner: Any) -> str:
+    folder = Path(runner.model_config.model_path)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(runner.model_config.model_path, local_files_only=True))
+    return model_identity(folder)
 
 
 def _unsupported(runner: Any) -> Iterator[str]:

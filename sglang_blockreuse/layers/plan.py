@@ -20,7 +20,7 @@ from msgspec import UNSET, Meta, Struct
 
 Role = Literal["dense", "full", "reindex", "reuse"]
 Attend = Literal["selected", "all"]
-ScorerKind = Literal["exact_qk", "int4_keys", "label_channels", "page_minmax", "model_indexer"]
+ScorerKind = Literal["exact_qk", "int4_keys", "label_channels", "page_minmax", "learned", "model_indexer"]
 ListHeads = Literal["layer", "kv_head"]
 ScanHeads = Literal["all", "fused", "routed"]
 
@@ -78,6 +78,9 @@ class Selection(_Strict):
     sink: Size = 4  # leading positions of the sequence that are always in T
     window: Size = 64  # newest positions that are always in T
     min_seq_len: Size = 0  # rows shorter than this run dense
+    refresh_every: Count = (
+        1  # steps from one scan of a full layer to the next; between, its last pool grows along
+    )
 
 
 class Scorer(_Strict):
@@ -88,13 +91,22 @@ class Scorer(_Strict):
     )
     heads: ListHeads = "layer"  # one list per layer, or one per KV head
     page_size: Count | None = None  # page_minmax only; 16 when absent
-    num_channels: Count | None = None  # label_channels only, int4 channels per KV head; 16 when absent
+    # label_channels: int4 channels per KV head, 16 when absent; learned: of all heads together, 32 when absent
+    num_channels: Count | None = None
+    # label_channels and learned: the file that calibration wrote, relative to the plan, and its content
+    weights: str | None = None
+    weights_sha256: str | None = None
     scan_heads: ScanHeads = (
         "all"  # fused: one mixed query scores for all heads; routed: a few heads chosen per query
     )
     num_routed_heads: Count | None = None  # with routed
     residual: bool = False  # with routed: the fused term stands in for the heads that were not chosen
     rerank_heads: ScanHeads | None = None  # heads that score inside the pool; as scan_heads when absent
+
+    @property
+    def channels(self) -> int:
+        """`num_channels`, or the default of the kind."""
+        return self.num_channels or (32 if self.kind == "learned" else 16)
 
     @property
     def reranks_own_pool(self) -> bool:
@@ -160,6 +172,7 @@ class BoundPlan(Struct, frozen=True, kw_only=True):
     selection: Selection | None  # None only if no layer is sparse
     scorer: Scorer
     layers: tuple[BoundLayer, ...]
+    weights_file: str | None = None  # path of scorer.weights
     warnings: tuple[str, ...] = ()  # what the plan promises and this project cannot check
 
     @property

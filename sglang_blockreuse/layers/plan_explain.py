@@ -22,9 +22,9 @@ from msgspec import Struct
 
 from sglang_blockreuse.layers.plan import BoundLayer, BoundPlan, Scorer
 
-_POSITION_BYTES = 4
-# int4 copies carry one float16 scale and one float16 minimum per 64 channels
-_INT4_GROUP, _INT4_GROUP_BYTES = 64, 4
+_POSITION_BYTES, _FLAG_BYTES = 4, 1
+# int4 copies carry a float16 step and a float16 minimum for each half of the channels
+_INT4_RANGE_BYTES = 8
 # a trained indexer's key: one fp8 value per channel and one float32 scale per token
 _INDEXER_SCALE_BYTES = 4
 
@@ -48,10 +48,11 @@ class KVShape(Struct, frozen=True, kw_only=True):
             case "exact_qk":
                 return self.key_bytes
             case "int4_keys":
-                groups = -(-self.head_dim // _INT4_GROUP)
-                return self.num_kv_heads * (self.head_dim / 2 + groups * _INT4_GROUP_BYTES)
+                return self.num_kv_heads * (self.head_dim / 2 + _INT4_RANGE_BYTES)
             case "label_channels":
-                return self.num_kv_heads * (scorer.num_channels or 16) / 2
+                return self.num_kv_heads * scorer.channels / 2
+            case "learned":
+                return scorer.channels / 2
             case "page_minmax":
                 return 2 * self.key_bytes / (scorer.page_size or 16)
             case "model_indexer":
@@ -86,6 +87,8 @@ class Explanation(Struct, frozen=True, kw_only=True):
     rows_are_dense: bool  # history too short for the plan to apply
     layers: tuple[LayerCost, ...]
     dense_bytes: float
+    kv_bytes_per_token: float  # resident K and V of one token, all layers
+    copy_bytes_per_token: float  # resident index keys beside them
 
     @property
     def total_bytes(self) -> float:
@@ -116,7 +119,15 @@ class Explanation(Struct, frozen=True, kw_only=True):
         total = (
             f"plan {_mb(self.total_bytes)} MB, dense {_mb(self.dense_bytes)} MB, {self.ratio:.1f} times less"
         )
-        return "\n".join([title, *table, *note, total])
+        return "\n".join([title, *table, *note, total, *self._memory()])
+
+    def _memory(self) -> Iterator[str]:
+        if self.copy_bytes_per_token:
+            share = self.copy_bytes_per_token / self.kv_bytes_per_token
+            yield (
+                f"index keys keep {self.copy_bytes_per_token:,.0f} bytes per token beside "
+                f"{self.kv_bytes_per_token:,.0f} of KV ({share:.1%})"
+            )
 
     def _lines(self) -> Iterator[tuple[str, ...]]:
         def same(cost: LayerCost) -> tuple[object, ...]:
@@ -148,7 +159,17 @@ def explain(plan: BoundPlan, shape: KVShape, *, num_tokens: int, batch: int) -> 
         rows_are_dense=plan.rows_are_dense(num_tokens),
         layers=tuple(step.cost(layer) for layer in plan.layers),
         dense_bytes=float(batch * plan.num_layers * num_tokens * 2 * shape.key_bytes),
+        kv_bytes_per_token=float(2 * plan.num_layers * shape.key_bytes),
+        copy_bytes_per_token=_copy_bytes(plan, shape),
     )
+
+
+def _copy_bytes(plan: BoundPlan, shape: KVShape) -> float:
+    """What the scorer keeps per slot beside the keys: a copy per scoring layer and a flag for all of them."""
+    if plan.scorer.kind in ("exact_qk", "model_indexer"):
+        return 0.0  # nothing, or what the model keeps anyway
+    num_copies = sum(layer.scores and layer.key_from is None for layer in plan.layers)
+    return num_copies * shape.index_bytes(plan.scorer) + _FLAG_BYTES
 
 
 class _Step:
@@ -191,7 +212,9 @@ class _Step:
             return 0.0
         if layer.attend == "all" and self.plan.scorer.kind == "exact_qk" and layer.key_from is None:
             return 0.0  # attention reads the same keys anyway
-        return self.index_key * self.num_tokens
+        every = self.plan.selection.refresh_every if self.plan.selection else 1
+        # the mean over steps: one scan, then the last pool and what came since
+        return self.index_key * (self.num_tokens + (every - 1) * self.pool) / every
 
     def _rerank(self, layer: BoundLayer) -> float:
         own_pool = layer.role == "full" and self.plan.scorer.reranks_own_pool and self.pool < self.num_tokens

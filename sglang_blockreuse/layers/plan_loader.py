@@ -36,6 +36,7 @@ class LayerPlan:
 
     spec: PlanSpec
     source: str  # file or preset, the first word of every error
+    folder: str | None = None  # where the plan's weights file is looked for
 
     def __post_init__(self) -> None:
         resolve(self.spec, self.source, None)
@@ -46,7 +47,7 @@ class LayerPlan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 (hex) of what the plan means. Spelling, order, name and evidence are no part of it."""
+        """sha256 (hex) of what the plan means. Spelling, order, names of plan and files, evidence are no part of it."""
         meaning = json.dumps(_canonical(self.spec), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(FINGERPRINT_DOMAIN + b"\0" + meaning.encode()).hexdigest()
 
@@ -71,12 +72,19 @@ class LayerPlan:
             selection=self.spec.selection,
             scorer=self.spec.scorer,
             layers=layers,
+            weights_file=self._weights_file(),
             warnings=tuple(_unproved_promises(self.spec, layers)),
         )
+
+    def _weights_file(self) -> str | None:
+        weights = self.spec.scorer.weights
+        return None if weights is None else str(Path(self.folder or ".") / weights)
 
     def to_yaml(self) -> str:
         """The plan as a file, ranges merged; loading it gives the same fingerprint."""
         content = {"version": self.spec.version, "name": self.name, **_canonical(self.spec)}
+        if self.spec.scorer.weights is not None:
+            content["scorer"]["weights"] = self.spec.scorer.weights
         if self.spec.evidence:
             content["evidence"] = self.spec.evidence
         return yaml.safe_dump(content, sort_keys=False, default_flow_style=None, allow_unicode=True)
@@ -87,19 +95,20 @@ def load_plan(name_or_path: str | Path) -> LayerPlan:
     shipped = _shipped_files()
     if str(name_or_path) in shipped:
         file = shipped[str(name_or_path)]
-        return parse_plan(_read(file, f"layer_plans/{file.name}"), f"layer_plans/{file.name}")
+        source = f"layer_plans/{file.name}"
+        return parse_plan(_read(file, source), source, folder=Path(str(file)).parent)
     path = Path(name_or_path)
     if not path.is_file():
         raise _unknown(str(name_or_path), sorted(shipped))
     if path.suffix not in SUFFIXES:
         rule = "a plan file is YAML or JSON"
         raise PlanError(str(path), "", path.suffix, rule, f"Rename it to end in one of {', '.join(SUFFIXES)}")
-    return parse_plan(_read(path, str(path)), str(path))
+    return parse_plan(_read(path, str(path)), str(path), folder=path.parent)
 
 
-def parse_plan(text: str, source: str) -> LayerPlan:
+def parse_plan(text: str, source: str, *, folder: Path | None = None) -> LayerPlan:
     """A plan from the text of a file; `source` names the file in errors and decides between YAML and JSON."""
-    return LayerPlan(spec=read_spec(text, source), source=source)
+    return LayerPlan(read_spec(text, source), source, None if folder is None else str(folder))
 
 
 def shipped_plans() -> tuple[str, ...]:
@@ -135,6 +144,7 @@ def _read(file: Traversable, source: str) -> str:
 def _canonical(spec: PlanSpec) -> dict[str, Any]:
     """What the plan means, without defaults: equal plans give equal dicts, however their ranges are cut."""
     content: dict[str, Any] = msgspec.to_builtins(spec)
+    content.get("scorer", {}).pop("weights", None)  # its digest says what is in it
     kept = {key: content[key] for key in ("model", "selection", "scorer") if content.get(key)}
     return {**kept, "layers": list(_merged(spec))}
 

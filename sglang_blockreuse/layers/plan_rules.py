@@ -108,6 +108,9 @@ def _check_selection(spec: PlanSpec, source: str) -> None:
         raise PlanError(
             source, "selection.pool_size", pool, rule, f"Give at least {k}; 2 to 4 times final_k is usual"
         )
+    if selection.refresh_every > 1 and pool is None:
+        rule = f"full layers live on their pool for {selection.refresh_every} steps and no pool size is set"
+        raise PlanError(source, "selection.pool_size", UNSET, rule, f"Add pool_size, for example {4 * k}")
     for i, entry in enumerate(spec.layers):
         if entry.role == "reindex" and pool is None:
             rule = f"layers[{i}] reranks inside a pool and no pool size is set"
@@ -121,18 +124,27 @@ def _check_scorer(spec: PlanSpec, source: str) -> None:
         value = getattr(scorer, field)
         raise PlanError(source, f"scorer.{field}", UNSET if value is None else value, rule, fix)
 
-    for field, kind in (("page_size", "page_minmax"), ("num_channels", "label_channels")):
-        if getattr(scorer, field) is not None and scorer.kind != kind:
+    for field, kinds in (("page_size", ("page_minmax",)), ("num_channels", ("label_channels", "learned"))):
+        if getattr(scorer, field) is not None and scorer.kind not in kinds:
             refuse(
                 field,
-                f"only kind {kind} has it and the kind is {scorer.kind}",
-                f"Remove it or set kind: {kind}",
+                f"only kind {' and '.join(kinds)} has it and the kind is {scorer.kind}",
+                f"Remove it or set kind: {kinds[0]}",
             )
+    _check_weights(scorer, refuse)
     _check_routing(scorer, refuse)
     if scorer.rerank_heads is not None and (spec.selection is None or spec.selection.pool_size is None):
         refuse(
             "rerank_heads", "there is no pool to rerank in", "Add selection.pool_size or remove rerank_heads"
         )
+
+
+def _check_weights(scorer: Scorer, refuse: Callable[[str, str, str], NoReturn]) -> None:
+    if scorer.weights is not None and scorer.kind not in ("label_channels", "learned"):
+        refuse("weights", f"kind {scorer.kind} learns nothing", "Remove it, or set kind: learned")
+    if (scorer.weights is None) != (scorer.weights_sha256 is None):
+        absent = "weights" if scorer.weights is None else "weights_sha256"
+        refuse(absent, "a file and the digest of its content come together", f"Add {absent}")
 
 
 def _check_routing(scorer: Scorer, refuse: Callable[[str, str, str], NoReturn]) -> None:

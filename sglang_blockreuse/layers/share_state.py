@@ -49,12 +49,18 @@ class ShareState:
         self._tables: dict[tuple[int, Kind], Table] = {}
         self._stamps: dict[tuple[int, Kind], Any] = {}
         for layer in plan.layers:
-            if layer.role == "full" and layer.pool_readers and plan.selection.pool_size:
+            pooled = layer.pool_readers or plan.scorer.reranks_own_pool or plan.selection.refresh_every > 1
+            if layer.role == "full" and pooled and plan.selection.pool_size:
                 self._add(layer.layer, "pool", Table.empty(num_requests, num_lists, plan.selection.pool_size))
             if layer.scores and layer.index_readers:
                 self._add(
                     layer.layer, "indices", Table.empty(num_requests, num_lists, plan.selection.final_k)
                 )
+        # keys of a row when its pool was last made of the whole history, by full layer
+        self._scanned: dict[int, Any] = {}
+        if plan.selection.refresh_every > 1:
+            pools = (at for at, kind in self._tables if kind == "pool")
+            self._scanned = {at: np.full(num_requests, _VOID, np.int64) for at in pools}
         # T of layers that nobody follows, and of consumers that scanned for themselves
         self.own = Table.empty(num_requests, num_lists, plan.selection.final_k)
         self._requests_R: Any = np.zeros(0, np.int32)
@@ -67,7 +73,8 @@ class ShareState:
     @property
     def num_bytes(self) -> int:
         arrays = [array for table in (*self._tables.values(), self.own) for array in table]
-        return sum(int(array.nbytes) for array in (*arrays, *self._stamps.values()))
+        arrays += [*self._stamps.values(), *self._scanned.values()]
+        return sum(int(array.nbytes) for array in arrays)
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -117,7 +124,35 @@ class ShareState:
                 f"{[at for at, of in self._tables if of == kind]}."
             )
 
+    def note_scans(self, layer: BoundLayer, pooled_R: Any) -> None:
+        """The rows with pooled_R = 0 (uint8) made the pool that was just sealed from their whole history."""
+        scanned = pooled_R == 0
+        self._scanned[layer.layer][self._requests_R[scanned]] = self._expected_R3[scanned, 2]
+
     # -- consumers ---------------------------------------------------------------------------
+
+    def resume(self, layer: BoundLayer) -> tuple[Table, Any, Any]:
+        """A full layer's own pool of an earlier step, for `refresh_every` above 1: what may be extended, not taken.
+
+        Returns the table, the keys that each row's pool has seen (int64 [R], 0: the row must scan) and the steps
+        since its scan. A pool may be extended only if it is of this row, untouched, not of its future, and its scan
+        is less than `refresh_every` tokens old.
+        """
+        assert self.plan.selection is not None
+        table, stamp_B6 = self._tables[layer.layer, "pool"], self._stamps[layer.layer, "pool"]
+        requests_R = self._requests_R
+        stamp_R6, scanned_R = stamp_B6[requests_R], self._scanned[layer.layer][requests_R]
+        seen_R, lens_R = stamp_R6[:, 2], self._expected_R3[:, 2]
+        age_R = lens_R - scanned_R
+        good_R = (stamp_R6[:, 0] == self._expected_R3[:, 0]) & (stamp_R6[:, 1] < self.version)
+        good_R &= (stamp_R6[:, 3:5] == pointers(layer)).all(1)
+        good_R &= (scanned_R > 0) & (scanned_R <= seen_R) & (seen_R < lens_R)
+        good_R &= age_R < self.plan.selection.refresh_every
+        if good_R.any():
+            intact_R = digest()(requests_R, *table) == stamp_R6[:, 5]
+            self.counts["stale_digest"] += int((good_R & ~intact_R).sum())
+            good_R &= intact_R
+        return table, np.where(good_R, seen_R, 0), np.where(good_R, age_R, 0)
 
     def take(self, layer: BoundLayer) -> tuple[Table, Any]:
         """What the layer's anchor left for it, and which rows of this step may use it (uint8 [R]).

@@ -9,7 +9,8 @@ Dims: T tokens of the forward, R sparse rows, Q query heads, D head dim, S pool 
     reuse     -                         -                   its anchor's T
 
 A row is sparse where the plan's selection is shorter than its history and its request did not ask for exact
-decoding; the other rows of the same batch run dense in the same layer. The law of selection is `reference_select`.
+decoding; the other rows of the same batch run dense in the same layer. The law of selection is `reference_select`;
+what a scorer reads in place of the keys stands in `index_keys`.
 """
 
 from __future__ import annotations
@@ -22,57 +23,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels import cpu_select, cpu_sparse
-from ..kernels.cpu_attention import AttentionPlan, KeyBias, Workspace, plan_attention, run_attention
-from ..kernels.cpu_numba import STORAGE, as_array
-from ..kernels.cpu_select import HIDDEN, Geometry, Rows, Table
+from ..kernels import cpu_codes, cpu_select, cpu_sparse
+from ..kernels.cpu_attention import Workspace, run_attention
+from ..kernels.cpu_numba import as_array
+from ..kernels.cpu_select import Geometry, Rows, Table
 from ..metrics import Metrics
+from .decode_counts import StepCounter
+from .decode_step import NO_BIAS, NO_TAGS, Batch, Step, subset
 from .plan import BoundLayer, BoundPlan
+from .plan_support import unsupported_plan
+from .scorers import Scores, make_index_keys
 from .share_state import ShareState
-
-_NO_TAGS, _NO_BIAS = np.zeros(0, np.uint8), np.zeros(4, np.float32)
-
-
-class Batch(NamedTuple):
-    """A decode batch as the host gives it, in batch order."""
-
-    slot_table: Tensor  # int32 [B, positions]
-    requests: Sequence[int]  # request slots
-    lens: Sequence[int]  # keys of each row, its own token among them
-    row_ids: Any  # int64 [T], what tells the holder of a slot from its predecessors
-    dense: Any  # uint8 [T], rows that must not be sparse
-    bias: KeyBias | None
+from .step_clock import RunningClock, StepClock
 
 
-class Step:
-    """One decode step: which rows are sparse, and the dense attention of the others, planned when it is needed."""
+class _Scored(NamedTuple):
+    """What `cpu_select.score` took and left."""
 
-    def __init__(self, batch: Batch, sparse_T: Any) -> None:
-        self.batch = batch
-        self.all_sparse = bool(sparse_T.all())
-        self.sparse = np.flatnonzero(sparse_T)
-        self.dense = np.flatnonzero(~sparse_T)
-        self.sparse_R = torch.from_numpy(self.sparse)
-        self.dense_N = torch.from_numpy(self.dense)
-        requests, lens = np.array(batch.requests, np.int32), np.array(batch.lens, np.int32)
-        self.rows = Rows(
-            requests[self.sparse], lens[self.sparse], batch.slot_table.numpy(), *_bias_terms(batch.bias)
-        )
-        self.history_R = np.zeros(len(self.sparse), np.uint8)  # every row scores its history, none a pool
-        self._plans: dict[bool, AttentionPlan] = {}
-
-    def dense_plan(self, *, every_row: bool) -> AttentionPlan:
-        """Attention of all rows (a dense layer) or of the dense rows alone."""
-        if every_row not in self._plans:
-            which = range(len(self.batch.requests)) if every_row else self.dense.tolist()
-            self._plans[every_row] = plan_attention(
-                self.batch.slot_table,
-                [self.batch.requests[t] for t in which],
-                [self.batch.lens[t] - 1 for t in which],
-                [1] * len(which),
-                bias=self.batch.bias,
-            )
-        return self._plans[every_row]
+    rows: Rows
+    pool: Table
+    pooled_R: Any
+    shares_RQW: Any
 
 
 class SparseDecoder:
@@ -87,27 +58,36 @@ class SparseDecoder:
         *,
         num_requests: int,
         num_q_heads: int,
-        k_pool_SHD: Tensor,
+        k_pools: Sequence[Tensor],
+        model_identity: str | None = None,
         metrics: Metrics | None = None,
         strict: bool = False,
+        timing: bool = False,
     ) -> None:
+        k_pool_SHD = k_pools[0]
+        _, num_heads, head_dim = k_pool_SHD.shape
         reasons = list(unsupported_plan(plan, k_pool_SHD))
         if reasons or plan.selection is None:
             raise NotImplementedError(
                 f"layer plan {plan.name} ({plan.source}): sparse decode on the CPU does not compute this plan: "
                 f"{'; '.join(reasons)}. Change the plan, or choose full."
             )
-        _, num_heads, head_dim = k_pool_SHD.shape
         num_lists = num_heads if plan.scorer.heads == "kv_head" else 1
         self.plan, self.selection = plan, plan.selection
+        self.k_pools = k_pools  # [S, H, D] of every layer: `key_from` scores those of another one
         self.geometry = Geometry(k_pool_SHD.dtype, num_heads, num_q_heads // num_heads, head_dim)
         self.state = ShareState(plan, num_requests, num_lists, strict=strict)
         self.metrics = metrics or Metrics()
+        self.keys = make_index_keys(plan, k_pool_SHD, num_q_heads, model_identity, strict=strict)
+        self.scores = Scores(plan, self.geometry, self.keys)
         self.workspace = Workspace()
-        self._work_RQW: Any = None
-        self._num_roles = {
-            role: sum(x.role == role for x in plan.layers) for role in ("full", "reindex", "reuse")
-        }
+        self.clock: StepClock = RunningClock() if timing else StepClock()
+        # a full layer's last pool and what came since, where it is not scanned
+        self.extended: Table | None = None
+        if plan.selection.refresh_every > 1:
+            size = (plan.selection.pool_size or 0) + plan.selection.refresh_every
+            self.extended = Table.empty(num_requests, num_lists, size)
+        self._counter = StepCounter(plan)
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -116,39 +96,23 @@ class SparseDecoder:
         lens_T = np.array(batch.lens, np.int64)
         short_T = (lens_T < self.selection.min_seq_len) | (lens_T <= self.selection.final_k)
         sparse_T = ~(short_T | batch.dense.astype(bool))
-        self._count_rows(lens_T, short_T, sparse_T)
+        self._counter.count(self.metrics, lens_T, short_T, sparse_T)
+        self.clock.begin(self.metrics)
         if not sparse_T.any():
             return None
         # numba's setting belongs to a thread, and PyTorch's may change
         numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
         step = Step(batch, sparse_T)
         self.state.begin(step.rows.requests_R, np.asarray(batch.row_ids)[step.sparse], step.rows.lens_R)
-        num_q_heads = self.geometry.num_kv_heads * self.geometry.group
-        # scratch of one step; state that outlives it holds no float per key
-        self._work_RQW = np.empty((len(step.sparse), num_q_heads, int(step.rows.lens_R.max())), np.float32)
+        self.scores.begin(len(step.sparse), int(step.rows.lens_R.max()))
+        if self.keys is not None:
+            self.keys.begin(step.rows)
         return step
 
-    def _count_rows(self, lens_T: Any, short_T: Any, sparse_T: Any) -> None:
-        add, sparse_lens_R = self.metrics.add, lens_T[sparse_T]
-        for kind, num_rows in (
-            ("sparse", len(sparse_lens_R)),
-            ("short", int(short_T.sum())),
-            ("exact", int((~(short_T | sparse_T)).sum())),
-        ):
-            if num_rows:
-                add("decode_rows_total", num_rows, kind=kind)
-        if not len(sparse_lens_R):
-            return
-        pool_size, roles = self.selection.pool_size or 0, self._num_roles
-        num_dense = self.plan.num_layers - sum(roles.values())
-        for kind, num_tokens in (
-            ("dense", num_dense * int(sparse_lens_R.sum())),
-            ("scanned", roles["full"] * int(sparse_lens_R.sum())),
-            ("reranked", roles["reindex"] * int(sparse_lens_R.clip(max=pool_size).sum())),
-            ("attended", sum(roles.values()) * len(sparse_lens_R) * self.selection.final_k),
-        ):
-            if num_tokens:
-                add("decode_tokens_total", num_tokens, kind=kind)
+    def written(self, slots_T: Tensor) -> None:
+        """KV of these slots is about to be written, in every layer."""
+        if self.keys is not None:
+            self.keys.written(slots_T)
 
     def run(
         self,
@@ -163,21 +127,43 @@ class SparseDecoder:
     ) -> None:
         """Attention of one layer for all rows of the step into `out_TQD`; tokens behind the batch's become 0."""
         layer = self.plan.layers[layer_id]
+        self.clock.enter(layer.role)
+        self._run(layer, step, q_TQD, k_SHD, v_SHD, out_TQD, scale)
+        self.clock.leave()
+
+    def _run(
+        self,
+        layer: BoundLayer,
+        step: Step,
+        q_TQD: Tensor,
+        k_SHD: Tensor,
+        v_SHD: Tensor,
+        out_TQD: Tensor,
+        scale: float,
+    ) -> None:
         if layer.role == "dense" or layer.attend == "all":
             plan = step.dense_plan(every_row=True)
             run_attention(plan, q_TQD, k_SHD, v_SHD, out_TQD, scale=scale, workspace=self.workspace)
         elif not step.all_sparse:
             self._run_dense_rows(step, q_TQD, k_SHD, v_SHD, out_TQD, scale)
+        self.clock.lap("dense")
         if layer.role == "dense":
             return
         num_tokens = len(step.batch.requests)
         q_RQD = q_TQD[:num_tokens] if step.all_sparse else q_TQD[step.sparse_R]
         q, keys, values = (q_RQD.float() * scale).numpy(), as_array(k_SHD), as_array(v_SHD)
-        chosen = list(self._select(layer, step, q, keys))
+        if layer.scores and layer.key_from is None and self.keys is not None:
+            num_stale = self.keys.refresh(layer.layer, k_SHD)
+            self.clock.lap("copy")
+            if num_stale:
+                self.metrics.add("decode_stale_keys_total", num_stale)
+        chosen = list(self._select(layer, step, q, k_SHD))
         if layer.attend == "all":
             return
         out_RQD = torch.empty(q_RQD.shape, dtype=torch.float32)
+        self.clock.lap("rest")
         self._attend(chosen, q, keys, values, out_RQD.numpy())
+        self.clock.lap("attention")
         if step.all_sparse:
             out_TQD[:num_tokens] = out_RQD
             out_TQD[num_tokens:] = 0
@@ -208,95 +194,111 @@ class SparseDecoder:
 
     # -- roles -------------------------------------------------------------------------------
 
-    def _select(self, layer: BoundLayer, step: Step, q: Any, keys: Any) -> Iterator[tuple[Any, Rows, Table]]:
+    def _select(
+        self, layer: BoundLayer, step: Step, q: Any, k_SHD: Tensor
+    ) -> Iterator[tuple[Any, Rows, Table]]:
         """(rows of the step, the same as Rows, the table that holds their indices), disjoint and complete."""
         every = slice(None)
         if layer.role == "full":
-            yield every, step.rows, self._full(layer, step, q, keys)
+            yield every, step.rows, self._full(layer, step, q, k_SHD)
             return
         table, fresh_R = self.state.take(layer)
         stale = np.flatnonzero(fresh_R == 0)
         if len(stale):
             self.metrics.add("decode_own_scans_total", len(stale), role=layer.role)
         if layer.role == "reindex":
-            yield every, step.rows, self._reindex(layer, step, q, keys, table, fresh_R)
+            scored = self._score(layer, q, k_SHD, step.rows, table, fresh_R, rerank=True)
+            yield every, step.rows, self._keep_indices(layer, scored)
         elif not len(stale):
             yield every, step.rows, table
         else:
-            rows = _subset(step.rows, stale)
-            self._score(q[stale], keys, rows, self.state.own, step.history_R[stale])
-            self._keep(rows, self.state.own, step.history_R[stale], self.state.own)
-            yield stale, rows, self.state.own
+            rows, own, history = subset(step.rows, stale), self.state.own, step.history_R[stale]
+            self._keep(self._score(layer, q[stale], k_SHD, rows, own, history, rerank=False), own)
+            yield stale, rows, own
             fresh = np.flatnonzero(fresh_R)
             if len(fresh):
-                yield fresh, _subset(step.rows, fresh), table
+                yield fresh, subset(step.rows, fresh), table
 
-    def _full(self, layer: BoundLayer, step: Step, q: Any, keys: Any) -> Table:
+    def _full(self, layer: BoundLayer, step: Step, q: Any, k_SHD: Tensor) -> Table:
         rows, state = step.rows, self.state
-        self._score(q, keys, rows, state.own, step.history_R)
-        if layer.pool_readers:
-            self._keep(rows, state.own, step.history_R, state.table_to_write(layer, "pool"))
+        candidates, pooled_R = state.own, step.history_R
+        if self.extended is not None:
+            candidates, pooled_R = self.extended, self._resume(layer, step, self.extended)
+        scored = self._score(layer, q, k_SHD, rows, candidates, pooled_R, rerank=False)
+        reranks = self.plan.scorer.reranks_own_pool
+        if layer.pool_readers or reranks or self.extended is not None:
+            pool = state.table_to_write(layer, "pool")
+            self._keep(scored, pool, part="compaction")
             state.seal(layer, "pool")
-        return self._keep_indices(layer, rows, state.own, step.history_R)
+            if self.extended is not None:
+                state.note_scans(layer, pooled_R)
+            if reranks:
+                every_R = np.ones_like(step.history_R)
+                scored = self._score(layer, q, k_SHD, rows, pool, every_R, rerank=True)
+        return self._keep_indices(layer, scored)
 
-    def _reindex(self, layer: BoundLayer, step: Step, q: Any, keys: Any, pool: Table, pooled_R: Any) -> Table:
-        self._score(q, keys, step.rows, pool, pooled_R)
-        return self._keep_indices(layer, step.rows, pool, pooled_R)
+    def _resume(self, layer: BoundLayer, step: Step, extended: Table) -> Any:
+        """Fill `extended` with the layer's last pools and what came since; uint8 [R], 0: the row scans."""
+        table, seen_R, age_R = self.state.resume(layer)
+        cpu_select.extend(step.rows, table, seen_R, extended)
+        pooled_R = (seen_R > 0).astype(np.uint8)
+        lens_R, sizes_R = step.rows.lens_R, extended.counts[step.rows.requests_R]
+        self.metrics.add("decode_tokens_total", int(lens_R[seen_R == 0].sum()), kind="scanned")
+        self.metrics.add("decode_tokens_total", int(sizes_R[seen_R > 0].sum()), kind="reranked")
+        self.metrics.add("decode_staleness_total", int(age_R.sum()), axis="steps")
+        return pooled_R
 
-    def _keep_indices(self, layer: BoundLayer, rows: Rows, pool: Table, pooled_R: Any) -> Table:
+    def _keep_indices(self, layer: BoundLayer, scored: _Scored) -> Table:
         if not layer.index_readers:
-            self._keep(rows, pool, pooled_R, self.state.own)
+            self._keep(scored, self.state.own)
             return self.state.own
         table = self.state.table_to_write(layer, "indices")
-        self._keep(rows, pool, pooled_R, table)
+        self._keep(scored, table)
         self.state.seal(layer, "indices")
         return table
 
-    def _score(self, q: Any, keys: Any, rows: Rows, pool: Table, pooled_R: Any) -> None:
-        cpu_select.score(self.geometry, q, keys, rows, pool, pooled_R, self._work_RQW[: len(pooled_R)])
+    def _score(
+        self,
+        layer: BoundLayer,
+        q: Any,
+        k_SHD: Tensor,
+        rows: Rows,
+        pool: Table,
+        pooled_R: Any,
+        *,
+        rerank: bool,
+    ) -> _Scored:
+        self.clock.lap("rest")
+        source = layer.layer
+        if layer.key_from is not None:
+            source, k_SHD = layer.key_from, self.k_pools[layer.key_from]
+        shares = self.scores.score(source, q, k_SHD, rows, pool, pooled_R, rerank=rerank)
+        self.clock.lap("rerank" if pooled_R.all() else "scan")
+        return _Scored(rows, pool, pooled_R, shares)
 
-    def _keep(self, rows: Rows, pool: Table, pooled_R: Any, out: Table) -> None:
-        work, selection = self._work_RQW[: len(pooled_R)], self.selection
-        cpu_select.keep(rows, pool, pooled_R, work, selection.sink, selection.window, out)
-
-
-def unsupported_plan(plan: BoundPlan, k_pool_SHD: Tensor) -> Iterator[str]:
-    """What in a plan, or in the pool it would read, sparse decode on the CPU would compute wrongly."""
-    scorer = plan.scorer
-    if k_pool_SHD.dtype not in STORAGE:
-        yield f"the pool holds {k_pool_SHD.dtype}, not {' or '.join(map(str, STORAGE))}"
-    if not k_pool_SHD.is_contiguous():
-        yield f"the pool's slots are not contiguous (strides {k_pool_SHD.stride()})"
-    if scorer.kind != "exact_qk":
-        yield f"scorer.kind is {scorer.kind}, and only exact_qk is served"
-    if scorer.scan_heads != "all" or scorer.rerank_heads not in (None, "all"):
-        yield f"scorer.scan_heads {scorer.scan_heads}, rerank_heads {scorer.rerank_heads}: only all is served"
-    for field in ("kv_from", "key_from"):
-        sharing = [layer.layer for layer in plan.layers if getattr(layer, field) is not None]
-        if sharing:
-            yield f"{field} on layers {sharing} is not served"
+    def _keep(self, scored: _Scored, out: Table, *, part: str = "top_k") -> None:
+        self.clock.lap("rest")
+        cpu_select.keep(*scored, self.selection.sink, self.selection.window, out)
+        self.clock.lap(part)
 
 
 def warm_up(decoder: SparseDecoder, k_pool_SHD: Tensor, num_q_heads: int) -> None:
     """Compile the kernels now (seconds), so that no request waits for them."""
     _, num_heads, head_dim = k_pool_SHD.shape
     tiny = torch.zeros(4, num_heads, head_dim, dtype=k_pool_SHD.dtype)
-    rows = Rows(np.zeros(1, np.int32), np.ones(1, np.int32), np.zeros((1, 1), np.int32), _NO_TAGS, _NO_BIAS)
+    rows = Rows(np.zeros(1, np.int32), np.ones(1, np.int32), np.zeros((1, 1), np.int32), NO_TAGS, NO_BIAS)
     table = Table.empty(1, 1, 1)
-    none_R, work = np.zeros(1, np.uint8), np.zeros((1, num_q_heads, 1), np.float32)
-    q = np.zeros((1, num_q_heads, head_dim), np.float32)
-    cpu_select.score(decoder.geometry, q, as_array(tiny), rows, table, none_R, work)
+    none_R, q = np.zeros(1, np.uint8), np.zeros((1, num_q_heads, head_dim), np.float32)
+    decoder.scores.begin(1, 1)
+    # a layer with a copy, and one without that scans for itself
+    for layer in {layer.layer: None for layer in (*decoder.plan.layers[:1], *_scoring(decoder.plan)[:1])}:
+        for rerank in (False, True):
+            work = decoder.scores.score(layer, q, tiny, rows, table, none_R, rerank=rerank)
     cpu_select.keep(rows, table, none_R, work, 0, 1, table)
     cpu_sparse.attend(decoder.geometry, q, as_array(tiny), as_array(tiny), rows, table, np.zeros_like(q))
+    if decoder.keys is not None:
+        cpu_codes.missing(rows, np.ones(1, np.uint8), 0, 1)
 
 
-def _subset(rows: Rows, which: Any) -> Rows:
-    return rows._replace(requests_R=rows.requests_R[which], lens_R=rows.lens_R[which])
-
-
-def _bias_terms(bias: KeyBias | None) -> tuple[Any, Any]:
-    """Tags and the logit term of each of the four tags; no tags where both terms are 0."""
-    if bias is None or (bias.alpha == 0 and bias.beta == 0):
-        return _NO_TAGS, _NO_BIAS
-    terms = [0.0, bias.alpha, bias.beta, bias.alpha + bias.beta]
-    return bias.tags_S.numpy(), np.array(terms, np.float32).clip(min=HIDDEN)
+def _scoring(plan: BoundPlan) -> list[BoundLayer]:
+    return [layer for layer in plan.layers if layer.scores]

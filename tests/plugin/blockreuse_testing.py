@@ -9,8 +9,10 @@
     testing_wrong_rope_base: float  move keys by an unscaled rotary table of this base, until another request is planned
     testing_stale: FIELD            spoil this field of what layer groups share about the request, in every step;
                                     "unseen" spoils the positions and stamps them as good
+    testing_mute: true              announce no write of KV to the index keys, until another request is admitted
 
-The variable BLOCKREUSE_TESTING_ROPE_BASE does so from the server's start on.
+The variable BLOCKREUSE_TESTING_ROPE_BASE moves keys wrongly from the server's start on; BLOCKREUSE_TESTING_AUDIT is the
+number of steps in which every index key is checked.
 Plans of tensor-parallel ranks are also put before SGLang's rank consensus checker where that is enabled.
 Put this folder on PYTHONPATH of the server under test.
 """
@@ -38,6 +40,8 @@ def register():
     HookRegistry.register("sglang_blockreuse.blocks.rope.RopeGroup.cos_sin", wrong_rope, HookType.AROUND)
     HookRegistry.register("sglang_blockreuse.layers.row_modes.RowModes.admit", note_stale, HookType.AFTER)
     HookRegistry.register("sglang_blockreuse.layers.share_state.ShareState.seal", spoil, HookType.AROUND)
+    HookRegistry.register("sglang_blockreuse.layers.index_keys.IndexKeys.written", mute, HookType.AROUND)
+    HookRegistry.register("sglang_blockreuse.layers.index_keys.IndexKeys.begin", audit, HookType.BEFORE)
 
 
 def limit_prefix(result, req, *args, **kwargs):
@@ -115,7 +119,23 @@ def wrong_rope(original, group, old, new):
 STALE = {}  # request slot -> field
 
 
+muted = False
+
+
+def mute(original, keys, slots):
+    if not muted:
+        original(keys, slots)
+
+
+def audit(keys, rows):
+    from sglang_blockreuse.layers import index_keys
+
+    index_keys.AUDIT_PERIOD = int(os.environ.get("BLOCKREUSE_TESTING_AUDIT", index_keys.AUDIT_PERIOD))
+
+
 def note_stale(result, modes, reqs):
+    global muted
+    muted = any(knob(req, "testing_mute") for req in reqs)
     for req in reqs:
         STALE.pop(req.kv.req_pool_idx, None)
         if knob(req, "testing_stale"):

@@ -219,4 +219,6 @@ def evaluate(cases: Sequence[Case], plan: BoundPlan) -> list[Figures]:
         raise ValueError(
             f"plan {plan.name}: scorer {scorer} is not evaluated; give kind exact_qk, heads layer, scan_heads all"
         )
+    if plan.selection is not None and plan.selection.refresh_every > 1:
+        raise ValueError(f"plan {plan.name}: refresh_every is not evaluated; judge the plan without it")
     return [case.figures(plan) for case in cases]

@@ -1,6 +1,6 @@
 """Attention on the CPU against SGLang's torch_native backend, on a synthetic pool with SmolLM2-135M's shapes.
 
-    python bench/cpu_attention.py [--dtype bfloat16] [--case NAME ...] [--repeats 15] [--json PATH]
+    sglang-blockreuse bench attention [--dtype bfloat16] [--case NAME ...] [--repeats 15] [--json PATH]
 
 Both sides run the same layers of the same pool in one process, turn by turn; a ratio is the median of the paired
 ratios, so that a slow moment of the machine hits both. Times are per forward of 30 layers and include planning.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -21,9 +20,9 @@ from pathlib import Path
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.version import __version__ as sglang_version
 from torch import Tensor
 
+from sglang_blockreuse.demo import environment
 from sglang_blockreuse.kernels.cpu_attention import Workspace, plan_attention, run_attention
 from sglang_blockreuse.kernels.reference import extend_attention
 
@@ -238,7 +237,9 @@ def _time_ms(run: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="bench attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dtype", action="append", choices=["bfloat16", "float32"])
     parser.add_argument("--case", action="append", help=f"default: all of {', '.join(c.name for c in CASES)}")
     parser.add_argument("--repeats", type=int, default=15)
@@ -264,16 +265,9 @@ def main() -> None:
             )
             results.append(r)
     if args.json:
-        setting = {
-            "torch": torch.__version__,
-            "sglang": sglang_version,
-            "threads": torch.get_num_threads(),
-            "cpu": platform.processor() or platform.machine(),
-            "amx": torch.cpu._is_amx_tile_supported(),
-        }
-        args.json.write_text(
-            json.dumps({"setting": setting, "results": [asdict(r) for r in results]}, indent=1)
-        )
+        setting = {"threads": torch.get_num_threads(), "amx": torch.cpu._is_amx_tile_supported()}
+        record = {"environment": environment.describe(), "setting": setting}
+        args.json.write_text(json.dumps({**record, "results": [asdict(r) for r in results]}, indent=1))
 
 
 if __name__ == "__main__":

@@ -61,6 +61,8 @@ def bench(name: str, words: str) -> tuple[str, ...]:
     return ("bench", name, "--out", "{out}", *words.split())
 
 
+PLANS = ("reuse", "pool", "pool-6", "pool-wide", "three-role")
+
 STAGES = (
     Stage("demo", ("demo", "--out", "{out}"), "results.json", "ttft.png"),
     Stage(
@@ -89,6 +91,48 @@ STAGES = (
             "serving", "--traffic cold --arms stock unmarked --rounds 8 --requests 8 --clients 4 --sample 8"
         ),
         "serving.jsonl",
+    ),
+    Stage(
+        "plans",
+        (
+            *(
+                "calibrate",
+                "{model}",
+                "--out",
+                "{out}",
+                "--texts",
+                "2",
+                "--rows",
+                "32",
+                "--k",
+                "64",
+                "128",
+                "256",
+            ),
+            *("--evaluate", *(f"smollm2-135m-{name}" for name in PLANS)),
+        ),
+        "report.json",
+        quick=("--rows", "4", "--texts", "1"),
+    ),
+    Stage(
+        "layer-plan",
+        (
+            "bench",
+            "layer-plan",
+            "--out",
+            "{out}/layer-plan.json",
+            "--plan",
+            "smollm2-135m-pool-wide",
+            "--stock",
+        ),
+        "layer-plan.json",
+        quick=("--repeats", "1", "--tokens", "8"),
+    ),
+    Stage(
+        "attention",
+        ("bench", "attention", "--json", "{out}/attention.json"),
+        "attention.json",
+        quick=("--repeats", "3", "--case", "decode-1x4096"),
     ),
     Stage("soak", bench("soak", "--minutes 20"), "soak.jsonl", quick=("--minutes", "1")),
 )

@@ -1,7 +1,7 @@
 """Decode time per token under a layer plan against dense decode, on real servers, turn by turn, and where it goes.
 
-    python bench/layer_plan.py [--plan NAME|PATH] [--batch 8] [--context 7500] [--repeats 5] [--stock]
-                               [--out FILE.json] [--bars FILE.jsonl]
+    sglang-blockreuse bench layer-plan [--plan NAME|PATH] [--batch 8] [--context 7500] [--repeats 5] [--stock]
+                                       [--out FILE.json] [--bars FILE.jsonl]
 
 Dense turns are requests with `blockreuse_mode: exact` on the very same server, so both sides share weights, pool and
 moment; the ratio is the median of paired ratios. A batch shares all of its prompt but the last tokens, which keeps
@@ -42,7 +42,7 @@ ROLES = ("dense", "full", "reindex", "reuse")
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="bench layer-plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--plan", default="smollm2-135m-three-role")
     parser.add_argument("--dtype", default="bfloat16")

@@ -193,16 +193,87 @@ def soak(found: Sequence[Record]) -> str:
     )
 
 
-def where(run: Record, *, seed: int) -> str:
+def plans(found: Sequence[Record]) -> str:
+    """Shipped plans and what they are compared with, at the three numbers of chosen positions."""
+    (run,) = found
+    by_name: dict[str, dict[int, Record]] = {}
+    for judged in run["held_out"]:
+        by_name.setdefault(judged["name"], {})[judged["k"]] = judged
+    lines = [
+        "| plan | full layers of 30 | bytes read / dense | KL, k = 128 | NLL over dense | KL, k = 64 | KL, k = 256 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, at in by_name.items():
+        main = at[128]
+        low, high = main["kl_interval"]
+        cells = [
+            f"`{name}`" if name.startswith("smollm2") else name,
+            str(main["num_full"]),
+            f"{main['byte_ratio']:.2f}",
+            f"{main['kl']:.3f} [{low:.3f}, {high:.3f}]",
+            f"{main['nll']:+.3f}",
+            *(f"{at[k]['kl']:.3f}" for k in (64, 256)),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", where(run)])
+
+
+def layer_plan(found: Sequence[Record]) -> str:
+    """Time per token of a plan beside dense decode and the host's own backend."""
+    (run,) = found
+    names = {
+        "dense": "dense, our kernels, same server",
+        "stock": "SGLang's `torch_native` decode, second server",
+    }
+    lines = [
+        "| decode | time per token, median | plan / this, median (range of the pairs) |",
+        "|---|---|---|",
+    ]
+    lines.append(f"| `{run['plan']}` | {statistics.median(run['tpot_ms']['plan']):.0f} ms | |")
+    for mode, name in names.items():
+        if mode in run["ratios"]:
+            ratios = run["ratios"][mode]
+            shown = f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f}, {len(ratios)} pairs)"
+            lines.append(f"| {name} | {statistics.median(run['tpot_ms'][mode]):.0f} ms | {shown} |")
+    parts: dict[str, float] = {}
+    for key, ms in run["ms_per_step"].items():
+        parts[key.split()[0]] = parts.get(key.split()[0], 0.0) + ms
+    shares = ", ".join(
+        f"{part} {ms:.0f}" for part, ms in sorted(parts.items(), key=lambda item: -item[1]) if ms > 0.5
+    )
+    lines += [
+        "",
+        f"A step of the plan by the server's own clock, ms: {shares} (`between` is the model's linear layers).",
+    ]
+    return "\n".join([*lines, "", where(run)])
+
+
+def attention(found: Sequence[Record]) -> str:
+    (run,) = found
+    lines = [
+        "| case, requests × keys | dtype | torch_native | ours | ratio of attention | with linear layers |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r['case']} | {r['dtype']} | {r['stock_ms']:.1f} ms | {r['ours_ms']:.1f} ms | {r['attention_ratio']:.2f} "
+        f"| {r['model_ratio']:.2f} |"
+        for r in run["results"]
+    ]
+    return "\n".join([*lines, "", where(run)])
+
+
+def where(run: Record, *, seed: int | None = None) -> str:
     """Small print under a table."""
     environment = run["environment"]
     hardware, packages = environment["hardware"], environment["packages"]
     versions = ", ".join(f"{name} {packages[name]}" for name in ("sglang", "torch"))
-    load = environment["load_average"][0]
+    more = "" if seed is None else f"; seed {seed}"
+    if "load_average" in environment:
+        more += f"; load at the start {environment['load_average'][0]:.1f}"
     return (
         f"<sub>{hardware['cores']} cores of {hardware['cpu']}, {hardware['memory_gib']:.0f} GiB, "
         f"GPU {hardware['gpu'] or 'none'}; Python {environment['python']}, {versions}; commit "
-        f"{environment['commit'][:9]}; {environment['time'][:10]}; seed {seed}; load at the start {load:.1f}</sub>"
+        f"{environment['commit'][:9]}; {environment['time'][:10]}{more}</sub>"
     )
 
 
@@ -213,5 +284,8 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Record]], str]]] = {
     "serving": ("serving.jsonl.gz", serving),
     "cold": ("cold.jsonl.gz", serving),
     "unmarked": ("unmarked.jsonl.gz", serving),
+    "plans": ("plans.json.gz", plans),
+    "layer-plan": ("layer-plan.json.gz", layer_plan),
+    "attention": ("attention.json.gz", attention),
     "soak": ("soak.jsonl.gz", soak),
 }

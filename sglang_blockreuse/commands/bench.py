@@ -22,12 +22,14 @@ BENCHMARKS = (
     "soak",
     "scale",
     "kernels",
+    "attention",
+    "layer-plan",
     "limits",
     "figures",
     "report",
 )
 # `kernels` is an import name that SGLang's own dependency owns, and bench/ comes first in the path of every benchmark
-SCRIPTS = {"kernels": "kernel_times.py"}
+SCRIPTS = {"kernels": "kernel_times.py", "attention": "cpu_attention.py", "layer-plan": "layer_plan.py"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

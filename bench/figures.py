@@ -82,13 +82,13 @@ STAGES = (
     ),
     Stage(
         "cold",
-        bench("serving", "--traffic cold --arms stock seam --rounds 5 --requests 8 --clients 1"),
+        bench("serving", "--traffic cold --arms stock seam --rounds 4 --requests 8 --clients 1 --sample 16"),
         "serving.jsonl",
     ),
     Stage(
         "unmarked",
         bench(
-            "serving", "--traffic cold --arms stock unmarked --rounds 8 --requests 8 --clients 4 --sample 8"
+            "serving", "--traffic cold --arms stock unmarked --rounds 6 --requests 8 --clients 4 --sample 4"
         ),
         "serving.jsonl",
     ),

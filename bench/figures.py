@@ -122,7 +122,7 @@ STAGES = (
             "--out",
             "{out}/layer-plan.json",
             "--plan",
-            "smollm2-135m-pool-wide",
+            "smollm2-135m-three-role",
             "--stock",
         ),
         "layer-plan.json",

@@ -267,13 +267,15 @@ def where(run: Record, *, seed: int | None = None) -> str:
     environment = run["environment"]
     hardware, packages = environment["hardware"], environment["packages"]
     versions = ", ".join(f"{name} {packages[name]}" for name in ("sglang", "torch"))
+    # a tree that differed from its commit must show it
+    commit, _, changed = (environment["commit"] or "unknown").partition(" ")
     more = "" if seed is None else f"; seed {seed}"
     if "load_average" in environment:
         more += f"; load at the start {environment['load_average'][0]:.1f}"
     return (
         f"<sub>{hardware['cores']} cores of {hardware['cpu']}, {hardware['memory_gib']:.0f} GiB, "
         f"GPU {hardware['gpu'] or 'none'}; Python {environment['python']}, {versions}; commit "
-        f"{environment['commit'][:9]}; {environment['time'][:10]}{more}</sub>"
+        f"{f'{commit[:9]} {changed}'.strip()}; {environment['time'][:10]}{more}</sub>"
     )
 
 

@@ -114,3 +114,17 @@ def test_server_flags_stay_behind_their_dashes(tmp_path):
     quality = next(stage for stage in figures.STAGES if stage.name == "quality")
     command = quality.command(tmp_path, quick=True)
     assert command.index("--quick") < command.index("--")
+
+
+@pytest.mark.parametrize(
+    ("commit", "shown"),
+    [
+        ("0123456789abcdef", "commit 012345678;"),
+        ("0123456789abcdef with local changes", "commit 012345678 with local changes;"),
+        (None, "commit unknown;"),
+    ],
+)
+def test_a_changed_tree_is_named(commit, shown):
+    (run, *_) = records.read([RESULTS / "soak.jsonl.gz"])
+    run["environment"]["commit"] = commit
+    assert shown in readme_tables.where(run)

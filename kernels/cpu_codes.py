@@ -53,7 +53,7 @@ def _fill(num_bytes: int) -> Any:
     to_float = half_loader()
 
     @numba.njit(inline="always")
-    def fill(codes, ranges, slot, e, key):  # type: ignore[no-untyped-def]
+    def fill(codes, ranges, slot, e, key):
         step_0 = step_1 = np.float32(1)
         low_0 = low_1 = np.float32(0)
         if ranges.shape[0]:

@@ -22,7 +22,9 @@ CHUNK = 512  # keys that one task scores
 class Mix(NamedTuple):
     """Which queries score with which key head, and what a query's shares count for. Arrays are numpy."""
 
-    first_RE1: Any  # int32 [R, E + 1]: row r scores key head e with its queries first[r, e] to first[r, e + 1]
+    first_RE1: (
+        Any  # int32 [R, E + 1]: row r scores key head e with its queries first[r, e] to first[r, e + 1]
+    )
     weights_RQ: Any  # float32 [R, Q'], not negative
 
 
@@ -42,7 +44,9 @@ def run(
 ) -> None:
     """As `cpu_select.score`. `fill(keys, ranges, slot, e, key)` unpacks a key; `sizes` are E, G and C."""
     first_RE1, weights_RQ = mix
-    kernel = _logits(fill, *sizes, len(first_RE1) > 0)
+    num_heads, group, num_channels = sizes
+    mixed = len(first_RE1) > 0
+    kernel = _logits(fill, num_heads, 0 if mixed else group, num_channels, mixed)
     kernel(q_RQC, first_RE1, *keys, *rows, *pool, pooled_R, work_RQW)
     _shares()(rows.requests_R, rows.lens_R, pool.counts, pooled_R, weights_RQ, work_RQW)
 
@@ -54,13 +58,13 @@ def _logits(fill: Any, num_heads: int, group: int, num_channels: int, mixed: boo
     if mixed:
 
         @numba.njit(inline="always")
-        def queries(first, r, e):  # type: ignore[no-untyped-def]
+        def queries(first, r, e):
             return first[r, e], first[r, e + 1]
 
     else:
 
         @numba.njit(inline="always")
-        def queries(first, r, e):  # type: ignore[no-untyped-def]
+        def queries(first, r, e):
             return e * group, e * group + group
 
     @numba.njit(parallel=True, nogil=True, error_model="numpy", fastmath=REORDER)

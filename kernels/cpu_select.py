@@ -99,7 +99,9 @@ def keep(
     With a `page_size` above 1 a row that scored its history scored its pages: column c stands for the positions
     from c * page_size on, which all have its score.
     """
-    _keeper(page_size)(rows.requests_R, rows.lens_R, rows.slot_table, *pool, pooled_R, work_RQW, sinks, window, *out)
+    _keeper(page_size)(
+        rows.requests_R, rows.lens_R, rows.slot_table, *pool, pooled_R, work_RQW, sinks, window, *out
+    )
 
 
 def extend(rows: Rows, pool: Table, seen_R: Any, out: Table) -> None:
@@ -138,7 +140,7 @@ def _fill(dtype: torch.dtype) -> Any:
     load = loader(dtype)
 
     @numba.njit(inline="always")
-    def fill(keys, ranges, slot, e, key):  # type: ignore[no-untyped-def]
+    def fill(keys, ranges, slot, e, key):
         for c in range(key.shape[0]):
             key[c] = load(keys[slot, e, c])
 

@@ -54,7 +54,7 @@ class KVShape(Struct, frozen=True, kw_only=True):
             case "learned":
                 return scorer.channels / 2
             case "page_minmax":
-                return 2 * self.key_bytes / (scorer.page_size or 16)
+                return 2 * self.key_bytes / scorer.tokens_per_page
             case "model_indexer":
                 return self.indexer_head_dim + _INDEXER_SCALE_BYTES
 

@@ -22,22 +22,21 @@ STRIDE = 16  # of the columns that are neither sink nor window
 
 
 def sample(forced_C: Tensor) -> Tensor:
-    """bool [C]: the columns on which heads are measured."""
-    rank_C = (~forced_C).cumsum(0) - 1
+    """bool [..., C]: the columns on which heads are measured, of columns in ascending order."""
+    rank_C = (~forced_C).cumsum(-1) - 1
     return forced_C | (rank_C % STRIDE == 0)
 
 
 def worth(logits_QC: Tensor, forced_C: Tensor) -> Tensor:
-    """[Q], see above; `logits_QC` of all columns, of which the sampled ones count."""
-    at = sample(forced_C)
-    shares = logits_QC[:, at].softmax(-1)
-    return shares[:, ~forced_C[at]].sum(-1)
+    """[Q, ...], see above; `logits_QC` [Q, ..., C] of all columns, of which the sampled ones count."""
+    shares = logits_QC.masked_fill(~sample(forced_C), -torch.inf).softmax(-1)
+    return shares.masked_fill(forced_C, 0).sum(-1)
 
 
 def choose(worth_Q: Tensor, num_chosen: int) -> Tensor:
-    """bool [Q] of one list: the most worthy heads."""
-    best = worth_Q.sort(descending=True, stable=True).indices[:num_chosen]
-    return torch.zeros_like(worth_Q, dtype=torch.bool).index_fill_(0, best, True)
+    """bool [Q, ...] of one list: the most worthy heads."""
+    best = worth_Q.sort(dim=0, descending=True, stable=True).indices[:num_chosen]
+    return torch.zeros_like(worth_Q, dtype=torch.bool).scatter_(0, best, True)
 
 
 def routed_scores(

@@ -40,8 +40,9 @@ def register():
     HookRegistry.register("sglang_blockreuse.blocks.rope.RopeGroup.cos_sin", wrong_rope, HookType.AROUND)
     HookRegistry.register("sglang_blockreuse.layers.row_modes.RowModes.admit", note_stale, HookType.AFTER)
     HookRegistry.register("sglang_blockreuse.layers.share_state.ShareState.seal", spoil, HookType.AROUND)
-    HookRegistry.register("sglang_blockreuse.layers.index_keys.IndexKeys.written", mute, HookType.AROUND)
-    HookRegistry.register("sglang_blockreuse.layers.index_keys.IndexKeys.begin", audit, HookType.BEFORE)
+    for store in ("index_keys.IndexKeys", "page_index.PageIndex"):
+        HookRegistry.register(f"sglang_blockreuse.layers.{store}.written", mute, HookType.AROUND)
+        HookRegistry.register(f"sglang_blockreuse.layers.{store}.begin", audit, HookType.BEFORE)
 
 
 def limit_prefix(result, req, *args, **kwargs):

@@ -2,8 +2,11 @@
 
 import json
 
+import msgspec
 import pytest
 
+from sglang_blockreuse.kernels import reference_route
+from sglang_blockreuse.layers import plan_explain
 from sglang_blockreuse.layers.plan import Scorer, Selection
 from sglang_blockreuse.layers.plan_explain import KVShape, explain
 from sglang_blockreuse.layers.plan_loader import load_plan
@@ -129,3 +132,55 @@ def test_the_table_and_the_dict_say_the_same():
 def test_sizes_below_one_are_refused(num_tokens, batch):
     with pytest.raises(ValueError, match="at least 1"):
         explain(load_plan("full").bind(1, None), LLAMA_8B, num_tokens=num_tokens, batch=batch)
+
+
+SELECTED = Selection(final_k=2048, pool_size=8192, sink=4, window=64)
+KEY = 8 * 128 * 2  # bytes of one layer's key of LLAMA_8B
+
+
+def costs(scorer, num_tokens=131072, **selection):
+    """The one full layer of a plan, and the reindex layer behind it."""
+    chosen = msgspec.structs.replace(SELECTED, **selection)
+    plan = wide_pool(2, [0], chosen, scorer=scorer).bind(2, None)
+    return explain(plan, LLAMA_8B, num_tokens=num_tokens, batch=1).layers
+
+
+class TestPages:
+    PAGES = Scorer(kind="page_minmax")
+
+    def test_a_scan_reads_bounds_and_pools_are_ranked_by_keys(self):
+        full, reindex = costs(self.PAGES)
+        assert full.scan_bytes == KEY * 131072 * 2 / 16
+        # the full layer ranks its own pool too, so that attention fetches only V of what either selected
+        for layer in (full, reindex):
+            assert (layer.rerank_bytes, layer.main_bytes) == (KEY * 8192, KEY * 2048)
+
+    def test_pages_of_another_size_and_steps_between_scans(self):
+        full, _ = costs(Scorer(kind="page_minmax", page_size=64), refresh_every=4)
+        assert full.scan_bytes == KEY * (131072 * 2 / 64 + 3 * 8192) / 4
+
+    def test_without_a_pool_attention_reads_keys_and_values(self):
+        (full, *_) = explain(
+            reuse(4, self.PAGES).bind(NUM_LAYERS, None), LLAMA_8B, num_tokens=131072, batch=1
+        ).layers
+        assert (full.rerank_bytes, full.main_bytes) == (0, 2 * KEY * 2048)
+
+
+class TestRoutedHeads:
+    def sample(self, num_columns):
+        return 68 + -(-(num_columns - 68) // 16)
+
+    @pytest.mark.parametrize("residual", [False, True])
+    def test_a_sample_is_read_besides_what_is_scored(self, residual):
+        scorer = Scorer(scan_heads="routed", num_routed_heads=8, residual=residual)
+        full, reindex = costs(scorer)
+        assert full.scan_bytes == KEY * (131072 + self.sample(131072))
+        assert reindex.rerank_bytes == KEY * (8192 + self.sample(8192))
+
+    def test_only_where_heads_are_routed(self):
+        full, reindex = costs(Scorer(scan_heads="routed", num_routed_heads=8, rerank_heads="all"))
+        assert full.scan_bytes == KEY * (131072 + self.sample(131072))
+        assert full.rerank_bytes == reindex.rerank_bytes == KEY * 8192
+
+    def test_the_stride_is_the_laws(self):
+        assert plan_explain.ROUTE_STRIDE == reference_route.STRIDE

@@ -311,6 +311,12 @@ def test_memory_is_accounted(tmp_path):
         cost = explain(world.plan, shape, num_tokens=1000, batch=1)
         assert keys.num_bytes == cost.copy_bytes_per_token * len(world.k[0]), kind
         assert "index keys keep" in cost.to_text()
+    pages = World(make_plan("DFXRF", scorer={"kind": "page_minmax"}, **SELECTION), LENS)
+    index = pages.decoder().keys
+    cost = explain(
+        pages.plan, KVShape(num_kv_heads=H, head_dim=D, kv_element_bytes=4), num_tokens=1000, batch=1
+    )
+    assert index.num_bytes == pytest.approx(cost.copy_bytes_per_token * len(pages.k[0]), rel=1e-2)
     exact = explain(make_plan("F", **SELECTION), shape, num_tokens=1000, batch=1)
     assert exact.copy_bytes_per_token == 0
     assert "index keys" not in exact.to_text()

@@ -99,7 +99,7 @@ class Scorer(_Strict):
     scan_heads: ScanHeads = (
         "all"  # fused: one mixed query scores for all heads; routed: a few heads chosen per query
     )
-    num_routed_heads: Count | None = None  # with routed
+    num_routed_heads: Count | None = None  # with routed: heads of one list that score
     residual: bool = False  # with routed: the fused term stands in for the heads that were not chosen
     rerank_heads: ScanHeads | None = None  # heads that score inside the pool; as scan_heads when absent
 

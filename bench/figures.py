@@ -116,17 +116,9 @@ STAGES = (
     ),
     Stage(
         "layer-plan",
-        (
-            "bench",
-            "layer-plan",
-            "--out",
-            "{out}/layer-plan.json",
-            "--plan",
-            "smollm2-135m-three-role",
-            "--stock",
-        ),
-        "layer-plan.json",
-        quick=("--repeats", "1", "--tokens", "8"),
+        bench("layer-plan", "--plan smollm2-135m-pool-wide --batch 1 8 --context 2048 4096 7500 --stock"),
+        "layer-plan.jsonl",
+        "layer-plan.png",
     ),
     Stage(
         "attention",

@@ -13,7 +13,7 @@ fewer heads saves arithmetic, not bytes. Weights and activations are left out: n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -36,6 +36,16 @@ class KVShape(Struct, frozen=True, kw_only=True):
     head_dim: int
     kv_element_bytes: int = 2
     indexer_head_dim: int = 128  # model_indexer only
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any], *, kv_element_bytes: int = 2) -> KVShape:
+        """From a model's config.json."""
+        heads = config["num_attention_heads"]
+        return cls(
+            num_kv_heads=config.get("num_key_value_heads", heads),
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            kv_element_bytes=kv_element_bytes,
+        )
 
     @property
     def key_bytes(self) -> int:

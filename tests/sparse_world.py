@@ -6,6 +6,7 @@ Dims as in sglang_blockreuse/layers/sparse_decode.py. Every slot that no row own
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +16,11 @@ import torch
 from torch import Tensor
 
 from sglang_blockreuse.kernels import reference
+from sglang_blockreuse.kernels import reference_route as route
 from sglang_blockreuse.kernels import reference_select as law
 from sglang_blockreuse.kernels.cpu_attention import KeyBias
 from sglang_blockreuse.kernels.reference_index import IndexMap, index_codes, index_keys
+from sglang_blockreuse.kernels.reference_pages import page_token_scores
 from sglang_blockreuse.layers.decode_step import Batch, Step
 from sglang_blockreuse.layers.plan import BoundPlan
 from sglang_blockreuse.layers.plan_loader import LayerPlan
@@ -160,7 +163,7 @@ class World:
         bound = self.plan.layers[layer]
         if bound.role == "reuse":
             return self.indices(bound.anchor)
-        if bound.role == "full" and self.plan.scorer.reranks_own_pool:
+        if bound.role == "full" and self.plan.reranks_own_pool:
             return self._rerank(layer, layer)
         if bound.role == "full":
             return self._scan(layer, self.plan.selection.final_k)
@@ -169,18 +172,66 @@ class World:
     def _rerank(self, layer: int, anchor: int) -> tuple[Tensor, Tensor]:
         scorer = self.plan.scorer
         pool, counts = self._scan(anchor, self.plan.selection.pool_size)
+        heads, k = scorer.rerank_heads or scorer.scan_heads, self.plan.selection.final_k
+        if heads == "routed":
+            return law.top_k(
+                self._routed(layer, pool, counts),
+                counts,
+                k,
+                positions_RXW=pool,
+                row_lens_R=torch.tensor(self.lens),
+                **self._forced(),
+            )
         return law.rerank(
-            *self._scored(layer, scorer.rerank_heads or scorer.scan_heads),
+            *self._scored(layer, heads),
             pool,
             counts,
             *self._history(),
-            k=self.plan.selection.final_k,
+            k=k,
             **self._words(),
+            **self._forced(),
         )
 
     def _scan(self, layer: int, size: int) -> tuple[Tensor, Tensor]:
-        scored = self._scored(layer, self.plan.scorer.scan_heads)
-        return law.scan(*scored, *self._history(), size=size, **self._words())
+        heads, lens_R = self.plan.scorer.scan_heads, torch.tensor(self.lens)
+        if self.plan.scorer.kind == "page_minmax":
+            scores = page_token_scores(
+                *self._scored(layer, heads),
+                *self._history(),
+                page_size=self.plan.scorer.tokens_per_page,
+                **self._words(),
+            )
+            return law.top_k(scores, lens_R, size, **self._forced())
+        if heads == "routed":
+            return law.top_k(self._routed(layer, None, lens_R), lens_R, size, **self._forced())
+        scored = self._scored(layer, heads)
+        return law.scan(*scored, *self._history(), size=size, **self._words(), **self._forced())
+
+    def _routed(self, layer: int, pool: Tensor | None, counts_R: Tensor) -> Tensor:
+        """Scores [R, X, W] of a few heads, over the history or a pool."""
+        scorer, (q, k) = self.plan.scorer, self._scored(layer, "all")
+        num_lists = k.shape[1] if scorer.heads == "kv_head" else 1
+        scores = torch.full((len(self.lens), num_lists, int(counts_R.max())), -torch.inf).double()
+        for r, x in itertools.product(range(len(self.lens)), range(num_lists)):
+            positions = torch.arange(self.lens[r]) if pool is None else pool[r, x, : counts_R[r]].long()
+            slots = self.table[self.requests[r], positions].long()
+            heads = slice(None) if num_lists == 1 else slice(x, x + 1)
+            q_QD = q[r].unflatten(0, (k.shape[1], -1))[heads].flatten(0, 1)
+            scores[r, x, : len(slots)] = self._routed_list(q_QD, k[slots][:, heads], positions, slots, r)
+        return scores
+
+    def _routed_list(self, q_QD: Tensor, k_CED: Tensor, positions: Tensor, slots: Tensor, r: int) -> Tensor:
+        scorer, selection = self.plan.scorer, self.plan.selection
+        bias = (
+            None
+            if self.bias is None
+            else reference.key_bias(self.tags, slots, self.bias.alpha, self.bias.beta)
+        )
+        logits_EGC = torch.einsum("egd,ced->egc", q_QD.unflatten(0, (k_CED.shape[1], -1)), k_CED) * SCALE
+        logits_QC = logits_EGC.flatten(0, 1) + (0 if bias is None else bias)
+        forced = (positions < selection.sink) | (positions >= self.lens[r] - selection.window)
+        chosen = route.choose(route.worth(logits_QC, forced), scorer.num_routed_heads)
+        return route.routed_scores(q_QD, k_CED, chosen, bias, scale=SCALE, residual=scorer.residual)
 
     def _scored(self, layer: int, heads: str) -> tuple[Tensor, Tensor]:
         """The queries and keys of float64 that the plan's scorer compares."""
@@ -201,14 +252,14 @@ class World:
         return torch.cat(rows), torch.tensor([0, *np.cumsum(self.lens)])
 
     def _words(self) -> dict[str, object]:
-        selection = self.plan.selection
         return {
             "scale": SCALE,
             "heads": self.plan.scorer.heads,
-            "num_sinks": selection.sink,
-            "window": selection.window,
             **self._bias_words(),
         }
+
+    def _forced(self) -> dict[str, int]:
+        return {"num_sinks": self.plan.selection.sink, "window": self.plan.selection.window}
 
     def _bias_words(self) -> dict[str, object]:
         return (

@@ -186,7 +186,7 @@ class TestTies:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"scorer": {"kind": "page_minmax"}}, "page_minmax"),
+        ({"scorer": {"kind": "model_indexer"}}, "served are exact_qk, int4_keys, label_channels"),
         ({"scorer": {"kind": "label_channels"}}, "label_channels needs scorer.weights"),
         ({"scorer": {"kind": "learned"}}, "learned needs scorer.weights"),
         (
@@ -196,7 +196,15 @@ class TestTies:
             },
             r"key_from on layers [1]",
         ),
-        ({"scorer": {"scan_heads": "routed", "num_routed_heads": 2}}, "routed"),
+        (
+            {"scorer": {"kind": "learned", "weights": "w", "weights_sha256": "0", "rerank_heads": "fused"}},
+            "one key for all heads",
+        ),
+        ({"scorer": {"scan_heads": "routed", "num_routed_heads": 10}}, "scored by 9 query heads"),
+        (
+            {"scorer": {"scan_heads": "routed", "num_routed_heads": 4, "heads": "kv_head"}},
+            "num_routed_heads is 4, but a list of this model is scored by 3 query heads",
+        ),
     ],
     ids=str,
 )
@@ -213,7 +221,7 @@ def test_a_plan_it_would_compute_wrongly_is_refused_by_name(changes, reason):
     }
     plan = LayerPlan(read_spec(json.dumps(raw), "test.json"), "test").bind(len(raw["layers"]), None)
     pool = torch.zeros(4, 3, 64)
-    (message,) = unsupported_plan(plan, pool)
+    (message,) = unsupported_plan(plan, pool, 9)
     assert reason in message
     assert list(unsupported_plan(make_plan("F", **SELECTION), pool)) == []
     shares = {"version": 1, "name": "x", "layers": [{"layers": i, "role": "dense"} for i in range(2)]}

@@ -49,7 +49,7 @@ class ShareState:
         self._tables: dict[tuple[int, Kind], Table] = {}
         self._stamps: dict[tuple[int, Kind], Any] = {}
         for layer in plan.layers:
-            pooled = layer.pool_readers or plan.scorer.reranks_own_pool or plan.selection.refresh_every > 1
+            pooled = layer.pool_readers or plan.reranks_own_pool or plan.selection.refresh_every > 1
             if layer.role == "full" and pooled and plan.selection.pool_size:
                 self._add(layer.layer, "pool", Table.empty(num_requests, num_lists, plan.selection.pool_size))
             if layer.scores and layer.index_readers:

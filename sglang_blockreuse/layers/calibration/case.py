@@ -80,6 +80,13 @@ class Case:
         self.future = keys > self._positions[:, None]  # bool [R, J], keys that a row does not see
         self.dense, _ = self.log_probs(None)
 
+    def check(self, plan: BoundPlan) -> None:
+        """Raises ValueError for a plan that this would compute wrongly."""
+        if not is_plain(plan):
+            raise ValueError(
+                f"plan {plan.name}: this case scores exact keys with all heads in every step; judge it as ScoredCase"
+            )
+
     def figures(self, plan: BoundPlan) -> Figures:
         return self.compare(self.log_probs(plan)[0])
 
@@ -150,8 +157,7 @@ class Case:
             watch(layer, shares, shares.sum(0))
         bound = plan.layers[layer] if plan is not None else None
         if plan is not None and bound is not None and bound.role != "dense":
-            assert plan.selection is not None
-            indices = self._indices(bound, plan.selection, logits_QRJ, chosen)
+            indices = self._indices(bound, plan, logits_QRJ, chosen)
             if bound.attend == "selected":
                 weights = torch.zeros_like(logits_QRJ)
                 at = indices.expand(model.num_q_heads, -1, -1)
@@ -170,13 +176,15 @@ class Case:
     def _indices(
         self,
         layer: BoundLayer,
-        selection: Selection,
+        plan: BoundPlan,
         logits_QRJ: Tensor,
         chosen: dict[tuple[int, str], Tensor],
     ) -> Tensor:
         """[R, K] positions of the layer, ascending or not; what it lends to others goes into `chosen`."""
         if layer.role == "reuse":
             return chosen[layer.anchor or 0, "indices"]
+        selection = plan.selection
+        assert selection is not None
         pool = chosen[layer.anchor or 0, "pool"] if layer.role == "reindex" else None
         scores = self.scores(logits_QRJ, selection, pool)
         # lent whether or not this plan reads it: a pass that starts late may be that of a plan which does
@@ -199,6 +207,14 @@ class Case:
         return (positions < selection.sink) | (positions > self._positions[:, None] - selection.window)
 
 
+def is_plain(plan: BoundPlan) -> bool:
+    """All heads score the layer's own keys, one list per layer, every full layer in every step."""
+    scorer = plan.scorer
+    plain = (scorer.kind, scorer.heads, scorer.scan_heads) == ("exact_qk", "layer", "all")
+    plain &= not plan.scorer.reranks_own_pool and all(layer.key_from is None for layer in plan.layers)
+    return plain and (plan.selection is None or plan.selection.refresh_every == 1)
+
+
 def _best(scores: Tensor, size: int, pool_RM: Tensor | None) -> Tensor:
     best = scores.topk(min(size, scores.shape[-1]), -1, sorted=False).indices
     return best if pool_RM is None else pool_RM.gather(-1, best)
@@ -213,12 +229,7 @@ def by_kind(cases: Sequence[Case], parts: Sequence[Figures]) -> dict[str, Figure
 
 
 def evaluate(cases: Sequence[Case], plan: BoundPlan) -> list[Figures]:
-    """Each case under a plan. Raises ValueError for a scorer that it would compute wrongly."""
-    scorer = plan.scorer
-    if (scorer.kind, scorer.heads, scorer.scan_heads) != ("exact_qk", "layer", "all"):
-        raise ValueError(
-            f"plan {plan.name}: scorer {scorer} is not evaluated; give kind exact_qk, heads layer, scan_heads all"
-        )
-    if plan.selection is not None and plan.selection.refresh_every > 1:
-        raise ValueError(f"plan {plan.name}: refresh_every is not evaluated; judge the plan without it")
+    """Each case under a plan. Raises ValueError for a plan that it would compute wrongly."""
+    for case in cases:
+        case.check(plan)
     return [case.figures(plan) for case in cases]

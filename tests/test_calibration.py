@@ -19,17 +19,18 @@ from sglang_blockreuse.layers.calibration.pattern import (
     bound_of,
     pattern_of,
     plan_of,
+    split,
     uniform,
 )
 from sglang_blockreuse.layers.calibration.replay import replay
 from sglang_blockreuse.layers.calibration.search import (
     Search,
-    cheapenings,
     demotions,
     lendings,
     prior,
     promotions,
     shifts,
+    thrifts,
 )
 from sglang_blockreuse.layers.calibration.texts import ALL_KINDS, CHOICE, HELD_OUT, KINDS, SEARCH, Texts
 from sglang_blockreuse.layers.plan import Selection
@@ -228,9 +229,10 @@ class TestSearch:
     def test_moves(self):
         assert list(demotions("DFRF", "R")) == ["DFRR"]
         assert list(shifts("FRRF")) == ["FRFR"]
-        assert list(cheapenings("FXR")) == ["FRR"]
         assert list(promotions("FXR")) == ["FFR", "FXF"]
         assert list(promotions("AXR", "A")) == ["AAR", "AXA"]
+        assert list(thrifts("AFXR", "RX")) == ["FFXR", "ARXR", "AXXR", "AFRR"]
+        assert list(thrifts("AFXR", "R")) == ["FFXR", "ARXR", "AFRR"]
         assert list(demotions("FFFX", "X")) == ["FXFX", "FFXX"]
         assert list(lendings("FFXR", 2, "XR")) == ["F F X0 R", "FFRR", "F F R0 R"]
         assert list(lendings("FFXR", 3, "R")) == ["F F X R1", "F F X R0"]
@@ -257,8 +259,24 @@ class TestSearch:
         exchanged = search.exchange(swept.pattern, "R", 1)
         assert exchanged.kl <= swept.kl
         assert exchanged.num_full == 4
-        cheap = search.cheapen("FXXF" + "R" * 26, lambda pattern: "X" not in pattern)
-        assert cheap.pattern == "FRRF" + "R" * 26
+
+    def test_a_descent_loses_least_per_cost_that_it_saves(self, case):
+        """Costs are made up."""
+        search = Search([case], SMALL, num_screened=1, num_confirmed=20)
+        start, worth = "AXXF" + "R" * 26, {"A": 9.0, "F": 5.0, "X": 2.0, "R": 1.0}
+
+        def cost(pattern: str) -> float:
+            return sum(worth[word[0]] for word in split(pattern))
+
+        base = search.measure(start)
+        rates = {
+            other: (search.measure(other).kl - base.kl) / (cost(start) - cost(other))
+            for other in thrifts(start, "RX")
+        }
+        found = search.descend(start, "RX", cost, cost(start) - 0.5)
+        assert found.pattern == min(rates, key=rates.__getitem__)
+        cheap = search.descend(start, "R", cost, 0.0)
+        assert cheap.pattern == "F" + "R" * 29, "nothing is left to save"
 
     def test_kinds_weigh_alike_and_the_worst_is_named(self, case):
         search = Search([case, case, _relabelled(case, "other")], SMALL)

@@ -6,8 +6,9 @@
 
 A search begins with the pattern that loses the least softmax mass (dynamic programming over a table measured in one
 dense pass), or with --start, turns full layers into followers until --full are left, moves them about, and lets every
-follower choose its lender; every step is measured on the model. With --bytes, reindex layers then become reuse, the
-least harmful first, until a step reads that share of the bytes of dense decode. What is found is judged on texts that
+follower choose its lender; every step is measured on the model. With --bytes, layers then read less, the least harmful
+first per byte saved, until a step reads that share of the bytes of dense decode: full layers that attend to everything
+select, full layers follow, reindex layers reuse. What is found is judged on texts that
 the search did not see (--on). The folder gets plan.yaml, report.md, report.json and two plots.
 """
 
@@ -78,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="selected",
         help="full layers attend to what they select, or to everything they score (default: selected)",
     )
-    parser.add_argument("--bytes", type=float, metavar="SHARE", help="of dense decode, a plan of three roles")
+    parser.add_argument("--bytes", type=float, metavar="SHARE", help="of dense decode, to end with")
     parser.add_argument("--rounds", type=int, default=3, help="moves of full layers (default: 3)")
     parser.add_argument(
         "--final-k", type=int, default=196, help="positions read per row, sinks and window included"
@@ -219,7 +220,8 @@ class _Run:
             found = search.exchange(found.pattern, arguments.follower, arguments.rounds)
             found = search.sweep(found.pattern, arguments.follower)
         if arguments.bytes:
-            found = search.cheapen(found.pattern, lambda pattern: self._share(pattern) <= arguments.bytes)
+            letters = "RX" if self.selection.pool_size and arguments.follower == "X" else "R"
+            found = search.descend(found.pattern, letters, self._share, arguments.bytes)
         report.history = search.history
         selection = self._served_selection()
         plan = plan_of(

@@ -96,6 +96,8 @@ def keep(
 ) -> None:
     """Writes the best positions of every row into `out`, as many as its rows hold or the row has.
 
+    `out` has one list, or one per KV head; `pool` has as many, or one for all of them.
+
     With a `page_size` above 1 a row that scored its history scored its pages: column c stands for the positions
     from c * page_size on, which all have its score.
     """
@@ -170,10 +172,12 @@ def _keeper(page_size: int) -> Callable[..., None]:
         out_slots,
         out_counts,
     ):
-        num_lists = positions.shape[1]
+        num_lists = out.shape[1]
         heads_per_list = work.shape[1] // num_lists
         for task in numba.prange(requests.shape[0] * num_lists):
             r, x = task // num_lists, task % num_lists
+            # candidates of one list serve every list
+            c = x if positions.shape[1] > 1 else 0
             request = requests[r]
             length = counts[request] if pooled[r] else lens[r]
             num_columns = length if pooled[r] else (length + page_size - 1) // page_size
@@ -186,7 +190,7 @@ def _keeper(page_size: int) -> Callable[..., None]:
             for j in range(length):
                 bits[j] = to_bits(score[j if pooled[r] else j // page_size])
             for j in range(length):
-                position = positions[request, x, j] if pooled[r] else j
+                position = positions[request, c, j] if pooled[r] else j
                 if position < sinks or position >= lens[r] - window:
                     bits[j] = np.uint32(0xFFFFFFFF)
             size = min(out.shape[2], length)
@@ -198,7 +202,7 @@ def _keeper(page_size: int) -> Callable[..., None]:
                         if num_equal == 0:
                             continue
                         num_equal -= 1
-                    position = positions[request, x, j] if pooled[r] else j
+                    position = positions[request, c, j] if pooled[r] else j
                     out[request, x, n] = position
                     out_slots[request, x, n] = slot_table[request, position]
                     n += 1

@@ -159,23 +159,25 @@ class World:
         return torch.cat(outs)
 
     @functools.cache  # noqa: B019 - worlds live for one test
-    def indices(self, layer: int) -> tuple[Tensor, Tensor]:
-        bound = self.plan.layers[layer]
+    def indices(self, layer: int, *, lent: bool = False) -> tuple[Tensor, Tensor]:
+        """By which the layer attends, or which it lends."""
+        bound, scorer = self.plan.layers[layer], self.plan.scorer
+        lists = scorer.lends if lent else scorer.heads
         if bound.role == "reuse":
-            return self.indices(bound.anchor)
+            return self.indices(bound.anchor, lent=True)
         if bound.role == "full" and self.plan.reranks_own_pool:
-            return self._rerank(layer, layer)
+            return self._rerank(layer, layer, lists)
         if bound.role == "full":
-            return self._scan(layer, self.plan.selection.final_k)
-        return self._rerank(layer, bound.anchor)
+            return self._scan(layer, self.plan.selection.final_k, lists)
+        return self._rerank(layer, bound.anchor, lists)
 
-    def _rerank(self, layer: int, anchor: int) -> tuple[Tensor, Tensor]:
+    def _rerank(self, layer: int, anchor: int, lists: str) -> tuple[Tensor, Tensor]:
         scorer = self.plan.scorer
-        pool, counts = self._scan(anchor, self.plan.selection.pool_size)
+        pool, counts = self._scan(anchor, self.plan.selection.pool_size, scorer.lends)
         heads, k = scorer.rerank_heads or scorer.scan_heads, self.plan.selection.final_k
         if heads == "routed":
             return law.top_k(
-                self._routed(layer, pool, counts),
+                self._routed(layer, pool, counts, lists),
                 counts,
                 k,
                 positions_RXW=pool,
@@ -188,29 +190,29 @@ class World:
             counts,
             *self._history(),
             k=k,
-            **self._words(),
+            **self._words(lists),
             **self._forced(),
         )
 
-    def _scan(self, layer: int, size: int) -> tuple[Tensor, Tensor]:
+    def _scan(self, layer: int, size: int, lists: str) -> tuple[Tensor, Tensor]:
         heads, lens_R = self.plan.scorer.scan_heads, torch.tensor(self.lens)
         if self.plan.scorer.kind == "page_minmax":
             scores = page_token_scores(
                 *self._scored(layer, heads),
                 *self._history(),
                 page_size=self.plan.scorer.tokens_per_page,
-                **self._words(),
+                **self._words(lists),
             )
             return law.top_k(scores, lens_R, size, **self._forced())
         if heads == "routed":
-            return law.top_k(self._routed(layer, None, lens_R), lens_R, size, **self._forced())
+            return law.top_k(self._routed(layer, None, lens_R, lists), lens_R, size, **self._forced())
         scored = self._scored(layer, heads)
-        return law.scan(*scored, *self._history(), size=size, **self._words(), **self._forced())
+        return law.scan(*scored, *self._history(), size=size, **self._words(lists), **self._forced())
 
-    def _routed(self, layer: int, pool: Tensor | None, counts_R: Tensor) -> Tensor:
+    def _routed(self, layer: int, pool: Tensor | None, counts_R: Tensor, lists: str) -> Tensor:
         """Scores [R, X, W] of a few heads, over the history or a pool."""
-        scorer, (q, k) = self.plan.scorer, self._scored(layer, "all")
-        num_lists = k.shape[1] if scorer.heads == "kv_head" else 1
+        q, k = self._scored(layer, "all")
+        num_lists = k.shape[1] if lists == "kv_head" else 1
         scores = torch.full((len(self.lens), num_lists, int(counts_R.max())), -torch.inf).double()
         for r, x in itertools.product(range(len(self.lens)), range(num_lists)):
             positions = torch.arange(self.lens[r]) if pool is None else pool[r, x, : counts_R[r]].long()
@@ -251,10 +253,10 @@ class World:
         rows = [self.table[request, :n] for request, n in zip(self.requests, self.lens, strict=True)]
         return torch.cat(rows), torch.tensor([0, *np.cumsum(self.lens)])
 
-    def _words(self) -> dict[str, object]:
+    def _words(self, lists: str) -> dict[str, object]:
         return {
             "scale": SCALE,
-            "heads": self.plan.scorer.heads,
+            "heads": lists,
             **self._bias_words(),
         }
 

@@ -90,6 +90,8 @@ class Scorer(_Strict):
         "exact_qk"  # exact_qk reads the main keys, model_indexer is the one a DSA model was trained with
     )
     heads: ListHeads = "layer"  # one list per layer, or one per KV head
+    # lists that a layer lends to others, its pool and its indices; as `heads` when absent
+    lend_heads: ListHeads | None = None
     page_size: Count | None = None  # page_minmax only; 16 when absent
     # label_channels: int4 channels per KV head, 16 when absent; learned: of all heads together, 32 when absent
     num_channels: Count | None = None
@@ -112,6 +114,11 @@ class Scorer(_Strict):
     def tokens_per_page(self) -> int:
         """`page_size`, or its default."""
         return self.page_size or 16
+
+    @property
+    def lends(self) -> ListHeads:
+        """`lend_heads`, or its default."""
+        return self.lend_heads or self.heads
 
     @property
     def reranks_own_pool(self) -> bool:

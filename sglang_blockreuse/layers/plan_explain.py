@@ -14,7 +14,7 @@ sample of what the pass scores. Weights and activations are left out: no plan ch
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -40,6 +40,16 @@ class KVShape(Struct, frozen=True, kw_only=True):
     head_dim: int
     kv_element_bytes: int = 2
     indexer_head_dim: int = 128  # model_indexer only
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any], *, kv_element_bytes: int = 2) -> KVShape:
+        """From a model's config.json."""
+        heads = config["num_attention_heads"]
+        return cls(
+            num_kv_heads=config.get("num_key_value_heads", heads),
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            kv_element_bytes=kv_element_bytes,
+        )
 
     @property
     def key_bytes(self) -> int:
@@ -193,7 +203,11 @@ class _Step:
         self.final_k = min(selection.final_k, num_tokens) if selection else num_tokens
         # without a pool, or with one that holds everything, a reindex layer scores the whole history
         self.pool = min((selection.pool_size if selection else None) or num_tokens, num_tokens)
-        self.num_lists = shape.num_kv_heads if plan.scorer.heads == "kv_head" else 1
+        # lists by which a layer attends, and those that it lends
+        self.num_lists, self.num_lent = (
+            shape.num_kv_heads if heads == "kv_head" else 1
+            for heads in (plan.scorer.heads, plan.scorer.lends)
+        )
 
     def cost(self, layer: BoundLayer) -> LayerCost:
         dense = self.dense or layer.role == "dense"
@@ -252,10 +266,14 @@ class _Step:
 
     def _index(self, layer: BoundLayer) -> float:
         """T is written where it is scored and read by attention; Ω is written once, read by each reranker."""
-        positions = self.final_k * (2 if layer.scores else 1) if layer.attend == "selected" else self.final_k
+        finer = self.num_lists > self.num_lent
+        if layer.attend == "all" or not layer.scores:
+            positions = self.final_k * self.num_lent
+        else:
+            positions = self.final_k * (2 * self.num_lists + (finer and bool(layer.index_readers)))
         if self.pool < self.num_tokens and (layer.role == "reindex" or layer.pool_readers):
-            positions += self.pool
-        return float(_POSITION_BYTES * self.num_lists * positions)
+            positions += self.pool * self.num_lent
+        return float(_POSITION_BYTES * positions)
 
 
 def _mb(num_bytes: float) -> str:

@@ -73,11 +73,13 @@ class SparseDecoder:
                 f"layer plan {plan.name} ({plan.source}): sparse decode on the CPU does not compute this plan: "
                 f"{'; '.join(reasons)}. Change the plan, or choose full."
             )
-        num_lists = num_heads if plan.scorer.heads == "kv_head" else 1
+        num_lists, num_lent = (
+            num_heads if heads == "kv_head" else 1 for heads in (plan.scorer.heads, plan.scorer.lends)
+        )
         self.plan, self.selection = plan, plan.selection
         self.k_pools = k_pools  # [S, H, D] of every layer: `key_from` scores those of another one
         self.geometry = Geometry(k_pool_SHD.dtype, num_heads, num_q_heads // num_heads, head_dim)
-        self.state = ShareState(plan, num_requests, num_lists, strict=strict)
+        self.state = ShareState(plan, num_requests, num_lists, num_lent=num_lent, strict=strict)
         self.metrics = metrics or Metrics()
         self.keys = make_index_keys(plan, k_pool_SHD, num_q_heads, model_identity, strict=strict)
         self.scores = Scores(plan, self.geometry, self.keys)
@@ -87,7 +89,7 @@ class SparseDecoder:
         self.extended: Table | None = None
         if plan.selection.refresh_every > 1:
             size = (plan.selection.pool_size or 0) + plan.selection.refresh_every
-            self.extended = Table.empty(num_requests, num_lists, size)
+            self.extended = Table.empty(num_requests, num_lent, size)
         self._counter = StepCounter(plan)
 
     # -- steps -------------------------------------------------------------------------------
@@ -250,13 +252,18 @@ class SparseDecoder:
         return pooled_R
 
     def _keep_indices(self, layer: BoundLayer, scored: _Scored) -> Table:
-        if not layer.index_readers:
-            self._keep(scored, self.state.own)
-            return self.state.own
-        table = self.state.table_to_write(layer, "indices")
-        self._keep(scored, table)
-        self.state.seal(layer, "indices")
-        return table
+        """Indices for the readers, and the table by which the layer itself attends: lists of its own are finer
+        where it lends one list for all KV heads."""
+        own, scorer = self.state.own, self.plan.scorer
+        if layer.index_readers:
+            table = self.state.table_to_write(layer, "indices")
+            self._keep(scored, table)
+            self.state.seal(layer, "indices")
+            if scorer.lends == scorer.heads:
+                return table
+        if layer.attend != "all":
+            self._keep(scored, own)
+        return own
 
     def _score(
         self,

@@ -180,26 +180,34 @@ class Case:
         logits_QRJ: Tensor,
         chosen: dict[tuple[int, str], Tensor],
     ) -> Tensor:
-        """[R, K] positions of the layer, ascending or not; what it lends to others goes into `chosen`."""
+        """Positions of the layer [R, K], or [Q, R, K], ascending or not; what it lends to others goes into `chosen`."""
         if layer.role == "reuse":
             return chosen[layer.anchor or 0, "indices"]
         selection = plan.selection
         assert selection is not None
         pool = chosen[layer.anchor or 0, "pool"] if layer.role == "reindex" else None
-        scores = self.scores(logits_QRJ, selection, pool)
+        shares = self.shares(logits_QRJ, pool)
+        scores = self._forcing(shares.sum(0), selection, pool)
         # lent whether or not this plan reads it: a pass that starts late may be that of a plan which does
         if layer.role == "full" and selection.pool_size:
             chosen[layer.layer, "pool"] = _best(scores, selection.pool_size, None)
         chosen[layer.layer, "indices"] = _best(scores, selection.final_k, pool)
-        return chosen[layer.layer, "indices"]
+        if plan.scorer.heads == "layer":
+            return chosen[layer.layer, "indices"]
+        per_head = self._forcing(shares.unflatten(0, (self.model.num_kv_heads, -1)).sum(1), selection, pool)
+        best = _best(per_head, selection.final_k, pool)
+        return best.repeat_interleave(self.model.num_q_heads // self.model.num_kv_heads, 0)
 
-    def scores(self, logits_QRJ: Tensor, selection: Selection, pool_RM: Tensor | None) -> Tensor:
-        """[R, J], or [R, M] over a pool: the heads' shares summed, infinite on sinks and window."""
-        positions = torch.arange(logits_QRJ.shape[-1]).expand(self.num_rows, -1)
+    def shares(self, logits_QRJ: Tensor, pool_RM: Tensor | None) -> Tensor:
+        """[Q, R, J], or [Q, R, M] over a pool: each head's softmax among what is scored."""
         if pool_RM is not None:
             logits_QRJ = logits_QRJ.gather(-1, pool_RM.expand(logits_QRJ.shape[0], -1, -1))
-            positions = pool_RM
-        scores = logits_QRJ.softmax(-1).sum(0).masked_fill_(self.forced(positions, selection), torch.inf)
+        return logits_QRJ.softmax(-1)
+
+    def _forcing(self, scores: Tensor, selection: Selection, pool_RM: Tensor | None) -> Tensor:
+        """Scores [..., R, J or M] made infinite on sinks and window."""
+        positions = torch.arange(scores.shape[-1]).expand(self.num_rows, -1) if pool_RM is None else pool_RM
+        scores = scores.masked_fill(self.forced(positions, selection), torch.inf)
         return scores.masked_fill_(positions > self._positions[:, None], -torch.inf)
 
     def forced(self, positions: Tensor, selection: Selection) -> Tensor:
@@ -208,16 +216,17 @@ class Case:
 
 
 def is_plain(plan: BoundPlan) -> bool:
-    """All heads score the layer's own keys, one list per layer, every full layer in every step."""
+    """All heads score the layer's own keys, layers lend one list, every full layer in every step."""
     scorer = plan.scorer
-    plain = (scorer.kind, scorer.heads, scorer.scan_heads) == ("exact_qk", "layer", "all")
+    plain = (scorer.kind, scorer.lends, scorer.scan_heads) == ("exact_qk", "layer", "all")
     plain &= not plan.scorer.reranks_own_pool and all(layer.key_from is None for layer in plan.layers)
     return plain and (plan.selection is None or plan.selection.refresh_every == 1)
 
 
 def _best(scores: Tensor, size: int, pool_RM: Tensor | None) -> Tensor:
+    """[..., R, size] positions of the highest scores [..., R, J or M]."""
     best = scores.topk(min(size, scores.shape[-1]), -1, sorted=False).indices
-    return best if pool_RM is None else pool_RM.gather(-1, best)
+    return best if pool_RM is None else pool_RM.expand(*best.shape[:-1], -1).gather(-1, best)
 
 
 def by_kind(cases: Sequence[Case], parts: Sequence[Figures]) -> dict[str, Figures]:

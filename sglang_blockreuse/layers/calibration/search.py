@@ -6,14 +6,14 @@ not be harmless together. So the table only proposes, and every step is measured
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..plan import Selection
+from ..plan import Scorer, Selection
 from .case import Case, Figures, Trace, by_kind
-from .pattern import bound_of, join, lenders, num_full, split, uniform
+from .pattern import EXACT, bound_of, join, lenders, num_full, split, uniform
 
 Progress = Callable[[str], None]
 Moves = Callable[[str], Iterator[str]]
@@ -67,6 +67,8 @@ class Search:
 
     cases: Sequence[Case]
     selection: Selection
+    scorer: Scorer = EXACT
+    lead: str = "F"  # what a layer becomes that scores for others: F, or A where it attends to everything
     num_screened: int = 2  # cases that choose who is measured on all
     num_confirmed: int = 3
     report: Progress = lambda line: None
@@ -75,7 +77,7 @@ class Search:
     _traces: dict[str, list[Trace]] = field(default_factory=dict)
 
     def measure(self, pattern: str) -> Found:
-        plan = bound_of(pattern, self.selection)
+        plan = bound_of(pattern, self.selection, self.scorer)
         return self._found(pattern, [case.figures(plan) for case in self.cases])
 
     def shrink(self, pattern: str, follower: str, full: int) -> Found:
@@ -111,37 +113,61 @@ class Search:
         """One full layer more where that helps most, and one less where that harms least, as long as it helps."""
         found = self._note(self.measure(pattern))
         for _ in range(rounds):
-            more = self._best_of(found.pattern, list(promotions(found.pattern)))
+            more = self._best_of(found.pattern, list(promotions(found.pattern, self.lead)))
             less = self._best_of(more.pattern, list(demotions(more.pattern, follower)))
             if less.kl >= found.kl:
                 break
             found = self._note(less)
         return found
 
-    def cheapen(self, pattern: str, enough: Callable[[str], bool]) -> Found:
-        """Turn reindex layers into reuse, the least harmful first, until `enough`, or no layer is left to turn."""
+    def descend(self, pattern: str, letters: str, cost: Callable[[str], float], budget: float) -> Found:
+        """The change that loses least per cost saved, again and again, until the cost is within the budget.
+
+        Changes are those of `thrifts`; it ends before the budget where there is none left.
+        """
         found = self._note(self.measure(pattern))
-        while not enough(found.pattern) and (candidates := list(cheapenings(found.pattern))):
-            found = self._note(self._best_of(found.pattern, candidates))
+        while (now := cost(found.pattern)) > budget:
+            saved = {other: now - cost(other) for other in thrifts(found.pattern, letters)}
+            if not (cheaper := [other for other, much in saved.items() if much > 0]):
+                break
+            found = self._note(self._best_of(found.pattern, cheaper, base_kl=found.kl, saved=saved))
         return found
 
-    def _best_of(self, pattern: str, candidates: Sequence[str]) -> Found:
-        """The best of the candidates on all cases, of those that look best on a few."""
-        base = _Base(self.cases, pattern, self.selection, self._traces.get(pattern))
+    def _best_of(
+        self,
+        pattern: str,
+        candidates: Sequence[str],
+        *,
+        base_kl: float = 0.0,
+        saved: Mapping[str, float] | None = None,
+    ) -> Found:
+        """The best of the candidates on all cases, of those that look best on a few.
+
+        With `saved` the best is the one that adds the least KL to `base_kl` per cost that it saves.
+        """
+        base = _Base(self.cases, pattern, self.selection, self.scorer, self._traces.get(pattern))
         some = [
             (self._turn * self.num_screened + i) % len(self.cases)
             for i in range(min(self.num_screened, len(self.cases)))
         ]
         self._turn += 1
+
+        def badness(candidate: str, kl: float, base_kl: float) -> float:
+            return kl if saved is None else (kl - base_kl) / saved[candidate]
+
         screened = list(candidates)
         if len(screened) > self.num_confirmed:
-            looks = {c: sum(figures.kl for figures, _ in base.run(c, some)) for c in screened}
-            screened = sorted(screened, key=looks.__getitem__)[: self.num_confirmed]
+            look = base.kl(some)
+            looks = {c: sum(figures.kl for figures, _ in base.run(c, some)) / len(some) for c in screened}
+            screened.sort(key=lambda c: badness(c, looks[c], look))
+            screened = screened[: self.num_confirmed]
         best: Found | None = None
         for candidate in screened:
             parts = list(base.run(candidate, range(len(self.cases))))
             found = self._found(candidate, [figures for figures, _ in parts])
-            if best is None or found.kl < best.kl:
+            if best is None or badness(candidate, found.kl, base_kl) < badness(
+                best.pattern, best.kl, base_kl
+            ):
                 # the next step begins at this pattern or at the winner
                 best = found
                 self._traces = {pattern: base.traces, candidate: [trace for _, trace in parts]}
@@ -167,15 +193,26 @@ class _Base:
     """A pattern whose passes were kept: others begin where they differ from it."""
 
     def __init__(
-        self, cases: Sequence[Case], pattern: str, selection: Selection, traces: list[Trace] | None
+        self,
+        cases: Sequence[Case],
+        pattern: str,
+        selection: Selection,
+        scorer: Scorer,
+        traces: list[Trace] | None,
     ) -> None:
-        self._cases, self._words, self._selection = cases, split(pattern), selection
-        plan = bound_of(pattern, selection)
-        self.traces = traces or [case.log_probs(plan)[1] for case in cases]
+        self._cases, self._words, self._selection, self._scorer = cases, split(pattern), selection, scorer
+        self._plan = bound_of(pattern, selection, scorer)
+        self.traces = traces or [case.log_probs(self._plan)[1] for case in cases]
+
+    def kl(self, which: Sequence[int]) -> float:
+        """Of the pattern itself, the mean over these cases."""
+        last = self._plan.num_layers - 1
+        parts = (self._cases[i].log_probs(self._plan, since=last, trace=self.traces[i])[0] for i in which)
+        return sum(self._cases[i].compare(part).kl for i, part in zip(which, parts, strict=True)) / len(which)
 
     def run(self, candidate: str, which: Iterable[int]) -> Iterator[tuple[Figures, Trace]]:
         """Figures and trace of these cases."""
-        plan, words = bound_of(candidate, self._selection), split(candidate)
+        plan, words = bound_of(candidate, self._selection, self._scorer), split(candidate)
         # a word says its anchor only where that is not the latest lender, so layers behind this one may differ too
         since = next(i for i, (a, b) in enumerate(zip(self._words, words, strict=True)) if a != b)
         for i in which:
@@ -191,13 +228,13 @@ def demotions(pattern: str, follower: str) -> Iterator[str]:
         yield _with(words, {layer: follower})
 
 
-def promotions(pattern: str) -> Iterator[str]:
+def promotions(pattern: str, lead: str = "F") -> Iterator[str]:
     """One full layer more."""
     words = split(pattern)
     first = next(layer for layer, word in enumerate(words) if word[0] in "AF")
     for layer in range(first + 1, len(words)):
         if words[layer][0] in "XR":
-            yield _with(words, {layer: "F"})
+            yield _with(words, {layer: lead})
 
 
 def shifts(pattern: str) -> Iterator[str]:
@@ -212,12 +249,19 @@ def shifts(pattern: str) -> Iterator[str]:
                 yield _with(words, {layer: words[other][0], other: words[layer]})
 
 
-def cheapenings(pattern: str) -> Iterator[str]:
-    """One reindex layer becomes reuse: three roles from two."""
+def thrifts(pattern: str, letters: str) -> Iterator[str]:
+    """One layer reads less: all becomes what is selected, a full one follows (in one of `letters`, R or X), a
+    reindex layer reuses where R is one of them. The first full layer goes on leading."""
     words = split(pattern)
+    first = next(layer for layer, word in enumerate(words) if word[0] in "AF")
     for layer, word in enumerate(words):
-        if word[0] == "X":
-            yield _with(words, {layer: "R"})
+        less = "F" if word[0] == "A" else ""
+        if word[0] in "AF" and layer > first:
+            less += letters
+        if word[0] == "X" and "R" in letters:
+            less += "R"
+        for letter in less:
+            yield _with(words, {layer: letter})
 
 
 def lendings(pattern: str, layer: int, letters: str, *, num_lenders: int = 3) -> Iterator[str]:

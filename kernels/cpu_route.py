@@ -30,10 +30,9 @@ def sample(rows: Rows, pool: Table, pooled_R: Any, sinks: int, window: int) -> t
     return rows._replace(requests_R=np.arange(num_rows, dtype=np.int32)), table, counting
 
 
-def choose(shares_RQS: Any, counting_RXS: Any, num_chosen: int) -> Any:
-    """bool [R, Q]: the `num_chosen` heads of every list that are worth most."""
+def choose(shares_RQS: Any, counting_RXS: Any, num_lists: int, num_chosen: int) -> Any:
+    """bool [R, Q]: the `num_chosen` heads of every list that are worth most; a sample of one list serves all."""
     num_rows, num_queries, size = shares_RQS.shape
-    num_lists = counting_RXS.shape[1]
     shares = shares_RQS.reshape(num_rows, num_lists, -1, size)
     worth = np.where(counting_RXS[:, :, None] > 0, shares, np.float32(0)).sum(-1)
     best = np.argsort(-worth, axis=-1, kind="stable")[..., :num_chosen]

@@ -176,11 +176,12 @@ class World:
         pool, counts = self._scan(anchor, self.plan.selection.pool_size, scorer.lends)
         heads, k = scorer.rerank_heads or scorer.scan_heads, self.plan.selection.final_k
         if heads == "routed":
+            scores = self._routed(layer, pool, counts, lists)
             return law.top_k(
-                self._routed(layer, pool, counts, lists),
+                scores,
                 counts,
                 k,
-                positions_RXW=pool,
+                positions_RXW=pool.expand(-1, scores.shape[1], -1),
                 row_lens_R=torch.tensor(self.lens),
                 **self._forced(),
             )
@@ -210,17 +211,19 @@ class World:
         return law.scan(*scored, *self._history(), size=size, **self._words(lists), **self._forced())
 
     def _routed(self, layer: int, pool: Tensor | None, counts_R: Tensor, lists: str) -> Tensor:
-        """Scores [R, X, W] of a few heads, over the history or a pool."""
+        """Scores [R, X, W] of a few heads, over the history or a pool. Heads are chosen for the lists by which a
+        layer attends; one list that is lent is their sum."""
         q, k = self._scored(layer, "all")
-        num_lists = k.shape[1] if lists == "kv_head" else 1
-        scores = torch.full((len(self.lens), num_lists, int(counts_R.max())), -torch.inf).double()
-        for r, x in itertools.product(range(len(self.lens)), range(num_lists)):
-            positions = torch.arange(self.lens[r]) if pool is None else pool[r, x, : counts_R[r]].long()
+        num_chosen_for = k.shape[1] if self.plan.scorer.heads == "kv_head" else 1
+        scores = torch.full((len(self.lens), num_chosen_for, int(counts_R.max())), -torch.inf).double()
+        for r, x in itertools.product(range(len(self.lens)), range(num_chosen_for)):
+            pooled = None if pool is None else pool[r].expand(num_chosen_for, -1)[x, : counts_R[r]]
+            positions = torch.arange(self.lens[r]) if pooled is None else pooled.long()
             slots = self.table[self.requests[r], positions].long()
-            heads = slice(None) if num_lists == 1 else slice(x, x + 1)
+            heads = slice(None) if num_chosen_for == 1 else slice(x, x + 1)
             q_QD = q[r].unflatten(0, (k.shape[1], -1))[heads].flatten(0, 1)
             scores[r, x, : len(slots)] = self._routed_list(q_QD, k[slots][:, heads], positions, slots, r)
-        return scores
+        return scores.sum(1, keepdim=True) if lists == "layer" else scores
 
     def _routed_list(self, q_QD: Tensor, k_CED: Tensor, positions: Tensor, slots: Tensor, r: int) -> Tensor:
         scorer, selection = self.plan.scorer, self.plan.selection

@@ -57,10 +57,12 @@ class TestTheLaw:
         )
         agrees(world, world.decoder(strict=True))
 
-    @pytest.mark.parametrize("heads", ["layer", "kv_head"])
+    @pytest.mark.parametrize(
+        "heads", [{}, {"heads": "kv_head"}, {"heads": "kv_head", "lend_heads": "layer"}], ids=str
+    )
     @pytest.mark.parametrize("scan_heads", ["all", "fused"])
     def test_lists_and_heads(self, heads, scan_heads):
-        world = make_world("FXRF", scorer={"heads": heads, "scan_heads": scan_heads})
+        world = make_world("FXRF", scorer={**heads, "scan_heads": scan_heads})
         agrees(world, world.decoder(strict=True))
 
     @pytest.mark.parametrize("terms", [(-0.7, -2.0), (0.0, -torch.inf)], ids=str)

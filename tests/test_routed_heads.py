@@ -36,6 +36,12 @@ class TestTheLaw:
     def test_lists_per_kv_head_choose_heads_of_their_own(self, num_heads, residual):
         agrees(make_world("FXRF", heads="kv_head", num_routed_heads=num_heads, residual=residual))
 
+    @pytest.mark.parametrize("residual", [False, True])
+    def test_one_list_that_is_lent_sums_what_the_kv_heads_chose(self, residual):
+        agrees(
+            make_world("DFXRF", heads="kv_head", lend_heads="layer", num_routed_heads=2, residual=residual)
+        )
+
     @pytest.mark.parametrize("rerank_heads", ["all", "fused"])
     def test_a_pool_by_a_few_heads_is_ranked_by_others(self, rerank_heads):
         agrees(make_world("FXRF", rerank_heads=rerank_heads))
@@ -120,7 +126,7 @@ class TestRouter:
 
     def test_equal_heads_are_chosen_from_the_lowest(self):
         shares, counting = np.full((1, 9, 8), 1 / 8, np.float32), np.ones((1, 1, 8), np.float32)
-        assert np.flatnonzero(cpu_route.choose(shares, counting, 4)[0]).tolist() == [0, 1, 2, 3]
+        assert np.flatnonzero(cpu_route.choose(shares, counting, 1, 4)[0]).tolist() == [0, 1, 2, 3]
         assert route.choose(torch.ones(9), 4).nonzero().flatten().tolist() == [0, 1, 2, 3]
 
     def test_the_sample_is_what_is_forced_and_a_sixteenth_of_the_rest(self):

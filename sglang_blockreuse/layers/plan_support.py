@@ -10,8 +10,6 @@ from ..kernels.cpu_numba import STORAGE
 from .plan import BoundPlan
 
 MAPPED = ("label_channels", "learned")  # scorers that read what a map makes of the keys
-
-
 SERVED = ("exact_qk", "int4_keys", *MAPPED, "page_minmax")
 
 

@@ -125,7 +125,8 @@ class Scores:
         sampled, table, counting = cpu_route.sample(rows, pool, pooled_R, sinks, window)
         shares = np.empty((*q_RQC.shape[:2], counting.shape[2]), np.float32)
         stored.score(q_RQC, sampled, table, np.ones(len(q_RQC), np.uint8), shares)
-        chosen = cpu_route.choose(shares, counting, scorer.num_routed_heads)
+        num_lists = num_heads if scorer.heads == "kv_head" else 1
+        chosen = cpu_route.choose(shares, counting, num_lists, scorer.num_routed_heads)
         return cpu_route.mix(q_RQC, chosen, num_heads, residual=scorer.residual)
 
 

@@ -173,6 +173,7 @@ class BoundPlan(Struct, frozen=True, kw_only=True):
     scorer: Scorer
     layers: tuple[BoundLayer, ...]
     weights_file: str | None = None  # path of scorer.weights
+    trained_sharing: bool = False  # the checkpoint was trained with its kv_from and key_from
     warnings: tuple[str, ...] = ()  # what the plan promises and this project cannot check
 
     @property
@@ -183,6 +184,26 @@ class BoundPlan(Struct, frozen=True, kw_only=True):
     def is_dense(self) -> bool:
         """Every layer runs the model's own attention on its own KV: the plan is the same as no plan."""
         return all(layer.role == "dense" and layer.kv_from is None for layer in self.layers)
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layer whose main KV each layer reads: its own, or that of `kv_from`, which keeps its own."""
+        return tuple(at.layer if at.kv_from is None else at.kv_from for at in self.layers)
+
+    @property
+    def shared_layers(self) -> tuple[int, ...]:
+        """Layers that keep no KV of their own."""
+        return tuple(layer.layer for layer in self.layers if layer.kv_from is not None)
+
+    @property
+    def key_layers(self) -> tuple[int, ...]:
+        """The layer whose index keys each layer would score; layers that score the same main KV have one copy."""
+        first: dict[int, int] = {}
+        for layer in self.layers:
+            if layer.scores and layer.key_from is None:
+                first.setdefault(self.kv_layers[layer.layer], layer.layer)
+        scored = (layer.layer if layer.key_from is None else layer.key_from for layer in self.layers)
+        return tuple(first.get(self.kv_layers[at], at) for at in scored)
 
     @property
     def is_sparse(self) -> bool:

@@ -87,7 +87,8 @@ class Explanation(Struct, frozen=True, kw_only=True):
     rows_are_dense: bool  # history too short for the plan to apply
     layers: tuple[LayerCost, ...]
     dense_bytes: float
-    kv_bytes_per_token: float  # resident K and V of one token, all layers
+    kv_bytes_per_token: float  # resident K and V of one token, of all layers that keep their own
+    shared_layers: tuple[int, ...]  # that read another layer's KV and keep none
     copy_bytes_per_token: float  # resident index keys beside them
 
     @property
@@ -122,6 +123,12 @@ class Explanation(Struct, frozen=True, kw_only=True):
         return "\n".join([title, *table, *note, total, *self._memory()])
 
     def _memory(self) -> Iterator[str]:
+        if self.shared_layers:
+            num_own = len(self.layers) - len(self.shared_layers)
+            yield (
+                f"{len(self.shared_layers)} layers keep no KV of their own: {self.kv_bytes_per_token:,.0f} bytes per "
+                f"token in place of {self.kv_bytes_per_token * len(self.layers) / num_own:,.0f}"
+            )
         if self.copy_bytes_per_token:
             share = self.copy_bytes_per_token / self.kv_bytes_per_token
             yield (
@@ -159,7 +166,8 @@ def explain(plan: BoundPlan, shape: KVShape, *, num_tokens: int, batch: int) -> 
         rows_are_dense=plan.rows_are_dense(num_tokens),
         layers=tuple(step.cost(layer) for layer in plan.layers),
         dense_bytes=float(batch * plan.num_layers * num_tokens * 2 * shape.key_bytes),
-        kv_bytes_per_token=float(2 * plan.num_layers * shape.key_bytes),
+        kv_bytes_per_token=float(2 * len(set(plan.kv_layers)) * shape.key_bytes),
+        shared_layers=plan.shared_layers,
         copy_bytes_per_token=_copy_bytes(plan, shape),
     )
 
@@ -168,7 +176,7 @@ def _copy_bytes(plan: BoundPlan, shape: KVShape) -> float:
     """What the scorer keeps per slot beside the keys: a copy per scoring layer and a flag for all of them."""
     if plan.scorer.kind in ("exact_qk", "model_indexer"):
         return 0.0  # nothing, or what the model keeps anyway
-    num_copies = sum(layer.scores and layer.key_from is None for layer in plan.layers)
+    num_copies = len({plan.key_layers[layer.layer] for layer in plan.layers if layer.scores})
     return num_copies * shape.index_bytes(plan.scorer) + _FLAG_BYTES
 
 
@@ -204,13 +212,19 @@ class _Step:
         if dense or layer.attend == "all":
             return 2 * key * self.num_tokens
         own_window = 2 * key * min(layer.own_window, self.num_tokens)
-        keys_were_scored = layer.scores and self.plan.scorer.kind == "exact_qk" and layer.key_from is None
+        keys_were_scored = layer.scores and self._scores_what_it_reads(layer)
         return (1 if keys_were_scored else 2) * key * self.final_k + own_window
+
+    def _scores_what_it_reads(self, layer: BoundLayer) -> bool:
+        """Scores are made of the very keys that attention reads, so they are fetched once."""
+        scored = layer.layer if layer.key_from is None else layer.key_from
+        kv_layers = self.plan.kv_layers
+        return self.plan.scorer.kind == "exact_qk" and kv_layers[scored] == kv_layers[layer.layer]
 
     def _scan(self, layer: BoundLayer) -> float:
         if layer.role != "full":
             return 0.0
-        if layer.attend == "all" and self.plan.scorer.kind == "exact_qk" and layer.key_from is None:
+        if layer.attend == "all" and self._scores_what_it_reads(layer):
             return 0.0  # attention reads the same keys anyway
         every = self.plan.selection.refresh_every if self.plan.selection else 1
         # the mean over steps: one scan, then the last pool and what came since

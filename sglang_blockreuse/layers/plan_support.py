@@ -19,9 +19,17 @@ def unsupported_plan(plan: BoundPlan, k_pool_SHD: Tensor) -> Iterator[str]:
     if not k_pool_SHD.is_contiguous():
         yield f"the pool's slots are not contiguous (strides {k_pool_SHD.stride()})"
     yield from unsupported_scorer(plan, *k_pool_SHD.shape[1:])
-    sharing = [layer.layer for layer in plan.layers if layer.kv_from is not None]
-    if sharing:
-        yield f"kv_from on layers {sharing} is not served"
+    yield from unsupported_sharing(plan)
+
+
+def unsupported_sharing(plan: BoundPlan) -> Iterator[str]:
+    """What in a plan's sharing of main KV is not computed, whatever its layers' roles."""
+    windows = [layer.layer for layer in plan.layers if layer.own_window]
+    if windows:
+        yield (
+            f"own_window on layers {windows} is not served: a prefix hit and a copied block bring the shared KV and "
+            "not the layer's own, so its window would depend on how the prompt was computed; leave own_window out"
+        )
 
 
 def unsupported_scorer(plan: BoundPlan, num_kv_heads: int, head_dim: int) -> Iterator[str]:
@@ -38,5 +46,8 @@ def unsupported_scorer(plan: BoundPlan, num_kv_heads: int, head_dim: int) -> Ite
     sharing = [layer.layer for layer in plan.layers if layer.key_from is not None]
     if sharing and scorer.kind in MAPPED:
         yield f"key_from on layers {sharing}: a map of scorer {scorer.kind} is made for a layer's own keys"
+    scored = [layer.layer for layer in plan.layers if layer.scores and layer.kv_from is not None]
+    if scored and scorer.kind in MAPPED:
+        yield f"kv_from on layers {scored}: a map of scorer {scorer.kind} is made for a layer's own keys"
     if scorer.kind == "learned" and (scorer.heads, scorer.scan_heads) != ("layer", "all"):
         yield "scorer learned has one key for all heads, so heads is layer and scan_heads is all"

@@ -74,6 +74,7 @@ class SparseDecoder:
             )
         num_lists = num_heads if plan.scorer.heads == "kv_head" else 1
         self.plan, self.selection = plan, plan.selection
+        self.key_layers = plan.key_layers
         self.k_pools = k_pools  # [S, H, D] of every layer: `key_from` scores those of another one
         self.geometry = Geometry(k_pool_SHD.dtype, num_heads, num_q_heads // num_heads, head_dim)
         self.state = ShareState(plan, num_requests, num_lists, strict=strict)
@@ -152,7 +153,7 @@ class SparseDecoder:
         num_tokens = len(step.batch.requests)
         q_RQD = q_TQD[:num_tokens] if step.all_sparse else q_TQD[step.sparse_R]
         q, keys, values = (q_RQD.float() * scale).numpy(), as_array(k_SHD), as_array(v_SHD)
-        if layer.scores and layer.key_from is None and self.keys is not None:
+        if layer.scores and self.key_layers[layer.layer] == layer.layer and self.keys is not None:
             num_stale = self.keys.refresh(layer.layer, k_SHD)
             self.clock.lap("copy")
             if num_stale:
@@ -269,9 +270,9 @@ class SparseDecoder:
         rerank: bool,
     ) -> _Scored:
         self.clock.lap("rest")
-        source = layer.layer
-        if layer.key_from is not None:
-            source, k_SHD = layer.key_from, self.k_pools[layer.key_from]
+        source = self.key_layers[layer.layer]
+        if source != layer.layer:
+            k_SHD = self.k_pools[source]
         shares = self.scores.score(source, q, k_SHD, rows, pool, pooled_R, rerank=rerank)
         self.clock.lap("rerank" if pooled_R.all() else "scan")
         return _Scored(rows, pool, pooled_R, shares)

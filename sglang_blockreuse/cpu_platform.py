@@ -66,6 +66,17 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         return pool_class(kv_layers)
 
+    def post_load_model(self, model: Any) -> None:
+        """Let the host's sizing know what a token takes, before it sizes the pool."""
+        from sglang.srt.runtime_context import get_server_args
+
+        kv_layers = shared_kv_layers(get_server_args())
+        if kv_layers is not None:
+            from .host import install_pool_sizing
+            from .layers.shared_pool import sizing
+
+            install_pool_sizing(sizing(kv_layers))
+
     def apply_server_args_defaults(self, server_args: Any) -> None:
         from sglang.srt.arg_groups.overrides import model_config_of
 

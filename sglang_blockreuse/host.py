@@ -314,6 +314,18 @@ CONTRACT: tuple[HostName, ...] = (
     ),
     HostName(_SRT + "runtime_context.get_server_args", "call", "the plan, where the pool is built"),
     HostName(
+        _SRT + "platforms.interface.SRTPlatform.post_load_model",
+        "subclass",
+        "in the worker, before the pool is sized",
+        ("self", "model"),
+    ),
+    HostName(
+        _SRT + "model_executor.pool_configurator.DefaultPoolConfigurator.calculate_pool_sizes",
+        "hook",
+        "tokens of a plan whose layers share KV take fewer bytes",
+        ("self", "available_bytes", "page_size"),
+    ),
+    HostName(
         _SRT + "platforms.interface.SRTPlatform.apply_server_args_defaults",
         "subclass",
         "defaults where the user gave none",
@@ -431,6 +443,14 @@ def install_hooks() -> None:
     )
     # one row per request is all that the eager runner's static input buffers hold
     envs.SGLANG_EAGER_INPUT_NO_COPY.set(True)
+
+
+def install_pool_sizing(hook: Callable[..., Any]) -> None:
+    """Register and apply a hook around the sizing of the KV pool; idempotent. Raises HostContractError."""
+    from sglang.srt.plugins.hook_registry import HookType
+
+    target = "model_executor.pool_configurator.DefaultPoolConfigurator.calculate_pool_sizes"
+    _install({target: (hook, HookType.AROUND)})
 
 
 def install_tokenizer_hooks() -> None:

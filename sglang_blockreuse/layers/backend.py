@@ -59,8 +59,8 @@ def _cpu(runner: Any, config: Config, plan: BoundPlan | None) -> Any:
 def _cuda(runner: Any, config: Config, plan: BoundPlan | None) -> Any:
     if plan is not None and not plan.is_dense:
         raise ConfigError(
-            f"layer plan {config.layers.plan!r} (--layer-plan or layers.plan) has layers that are not dense, and "
-            "sparse decode is served on the CPU only in this version. Choose full on CUDA."
+            f"layer plan {config.layers.plan!r} (--layer-plan or layers.plan) has layers that are not dense, or not on "
+            "KV of their own (kv_from), which is served on the CPU only in this version. Choose full on CUDA."
         )
     if config.kernels == "reference":
         raise ConfigError("kernels is 'reference', but on CUDA it must be auto, triton or flashinfer.")

@@ -205,6 +205,22 @@ class BoundPlan(Struct, frozen=True, kw_only=True):
         scored = (layer.layer if layer.key_from is None else layer.key_from for layer in self.layers)
         return tuple(first.get(self.kv_layers[at], at) for at in scored)
 
+    def scores_foreign_keys(self, layer: BoundLayer) -> bool:
+        """A scoring layer whose scores are not of the keys that its attention reads."""
+        source = layer.layer if layer.key_from is None else layer.key_from
+        return layer.scores and self.kv_layers[source] != self.kv_layers[layer.layer]
+
+    def all_dense(self) -> Self:
+        """The model that this plan is a plan of: every layer dense, on the KV that the plan gives it."""
+        layers = (BoundLayer(layer=at.layer, role="dense", kv_from=at.kv_from) for at in self.layers)
+        return msgspec.structs.replace(self, layers=tuple(layers))
+
+    @property
+    def is_lossless(self) -> bool:
+        """The plan computes what the model computes: every layer dense, on its own KV or as it was trained."""
+        dense = all(layer.role == "dense" for layer in self.layers)
+        return dense and (self.trained_sharing or not self.shared_layers)
+
     @property
     def is_sparse(self) -> bool:
         """Some layer selects: KV that decode writes is not what a dense pass would write, so it is published

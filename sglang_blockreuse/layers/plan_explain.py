@@ -217,9 +217,7 @@ class _Step:
 
     def _scores_what_it_reads(self, layer: BoundLayer) -> bool:
         """Scores are made of the very keys that attention reads, so they are fetched once."""
-        scored = layer.layer if layer.key_from is None else layer.key_from
-        kv_layers = self.plan.kv_layers
-        return self.plan.scorer.kind == "exact_qk" and kv_layers[scored] == kv_layers[layer.layer]
+        return self.plan.scorer.kind == "exact_qk" and not self.plan.scores_foreign_keys(layer)
 
     def _scan(self, layer: BoundLayer) -> float:
         if layer.role != "full":

@@ -5,7 +5,8 @@ Dims: N tokens of the context, R rows behind it, Q query heads, H KV heads, G = 
 
 A row is a decode step whose input token is given. All rows run in one pass, which equals running them one after the
 other: a layer writes the rows' keys and values before it attends, and a row sees the rows before it. The context's KV
-is dense, as prefill is served; the rows' KV is what the plan makes of it.
+is dense, as prefill is served, over the KV that the plan gives each layer (`kv_from`); the rows' KV is what the plan
+makes of it.
 """
 
 from __future__ import annotations
@@ -75,21 +76,36 @@ class Case:
             )
         self._rows, self._targets = tokens[self.num_tokens : -1], tokens[self.num_tokens + 1 :]
         self._positions = torch.arange(self.num_tokens, self.num_tokens + num_rows)
-        self._keys, self._values = model.prefill(tokens[: self.num_tokens], num_rows)
+        self._context = tokens[: self.num_tokens]
+        self._kv_layers: tuple[int, ...] | None = (
+            None  # whose KV each layer of the context read; None: its own
+        )
+        self._keys, self._values = model.prefill(self._context, num_rows)
         keys = torch.arange(self.num_tokens + num_rows)
         self.future = keys > self._positions[:, None]  # bool [R, J], keys that a row does not see
         self.dense, _ = self.log_probs(None)
 
     def figures(self, plan: BoundPlan) -> Figures:
-        return self.compare(self.log_probs(plan)[0])
+        """Against dense decode of the model: on shared KV where the checkpoint was trained for that."""
+        dense = None
+        if plan.shared_layers and plan.trained_sharing:
+            dense, _ = self.log_probs(plan.all_dense())
+        return self.compare(self.log_probs(plan)[0], dense)
 
-    def compare(self, log_probs: Tensor) -> Figures:
-        at = self._targets[:, None]
+    def compare(self, log_probs: Tensor, dense: Tensor | None = None) -> Figures:
+        at, dense = self._targets[:, None], self.dense if dense is None else dense
         return Figures(
-            kl_R=(self.dense.exp() * (self.dense - log_probs)).sum(-1).clamp_min(0),
-            nll_R=(self.dense - log_probs).gather(1, at)[:, 0],
-            agrees_R=self.dense.argmax(-1) == log_probs.argmax(-1),
+            kl_R=(dense.exp() * (dense - log_probs)).sum(-1).clamp_min(0),
+            nll_R=(dense - log_probs).gather(1, at)[:, 0],
+            agrees_R=dense.argmax(-1) == log_probs.argmax(-1),
         )
+
+    def _enter(self, plan: BoundPlan | None) -> None:
+        """Prefill the context anew where this plan shares its KV in another way than the one before."""
+        kv_layers = plan.kv_layers if plan is not None and plan.shared_layers else None
+        if kv_layers != self._kv_layers:
+            self._keys, self._values = self.model.prefill(self._context, self.num_rows, kv_layers)
+            self._kv_layers = kv_layers
 
     def log_probs(
         self,
@@ -103,6 +119,7 @@ class Case:
 
         With `since` the layers before it are taken from `trace`, that of a plan which agrees with this one there.
         """
+        self._enter(plan)
         model, new = self.model, Trace([], [])
         hidden, chosen = model.embed(self._rows), dict[tuple[int, str], Tensor]()
         if since and trace is not None:
@@ -119,6 +136,7 @@ class Case:
 
         `dense` is the trace of dense decode. The rows' KV is left as this pass wrote it.
         """
+        self._enter(None)
         chosen: dict[tuple[int, str], Tensor] = {}
         lenders: list[int] = []
         bound = plan.layers[layer]
@@ -139,8 +157,10 @@ class Case:
     ) -> Tensor:
         model = self.model
         q, k, v = model.qkv(layer, hidden, self._positions)
-        keys, values = self._keys[layer], self._values[layer]
-        keys[:, self.num_tokens :], values[:, self.num_tokens :] = k, v
+        source = layer if plan is None else plan.kv_layers[layer]
+        keys, values = self._keys[source], self._values[source]
+        if source == layer:
+            keys[:, self.num_tokens :], values[:, self.num_tokens :] = k, v
         logits = self._grouped(q) @ keys.transpose(1, 2) * model.head_dim**-0.5
         logits_QRJ = logits.view(model.num_q_heads, self.num_rows, -1)
         # only rows' own keys can lie in a row's future
@@ -219,6 +239,9 @@ def evaluate(cases: Sequence[Case], plan: BoundPlan) -> list[Figures]:
         raise ValueError(
             f"plan {plan.name}: scorer {scorer} is not evaluated; give kind exact_qk, heads layer, scan_heads all"
         )
+    foreign = [at.layer for at in plan.layers if at.own_window or plan.scores_foreign_keys(at)]
+    if foreign:
+        raise ValueError(f"plan {plan.name}: own_window or key_from on layers {foreign} is not evaluated")
     if plan.selection is not None and plan.selection.refresh_every > 1:
         raise ValueError(f"plan {plan.name}: refresh_every is not evaluated; judge the plan without it")
     return [case.figures(plan) for case in cases]

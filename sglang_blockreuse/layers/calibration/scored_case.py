@@ -37,16 +37,17 @@ class ScoredCase(Case):
         chosen: dict[tuple[int, str], Tensor],
     ) -> Tensor:
         if layer.scores and self.scorer != "exact_qk":
-            logits_QRJ = self._index_logits(layer.layer).masked_fill(self.future, -torch.inf)
+            logits_QRJ = self._index_logits(layer).masked_fill(self.future, -torch.inf)
         return super()._indices(layer, selection, logits_QRJ, chosen)
 
-    def _index_logits(self, layer: int) -> Tensor:
+    def _index_logits(self, layer: BoundLayer) -> Tensor:
         """[Q, R, J]"""
-        k_JHD, q_RQD = self._keys[layer].transpose(0, 1), self._queries.last_QRD.transpose(0, 1)
+        source = layer.layer if layer.kv_from is None else layer.kv_from
+        k_JHD, q_RQD = self._keys[source].transpose(0, 1), self._queries.last_QRD.transpose(0, 1)
         if isinstance(self.scorer, str):
             q, k = q_RQD, dequantise_int4(quantise_int4(k_JHD))
         else:
-            index = self.scorer[layer]
+            index = self.scorer[layer.layer]
             q, k = index_queries(index, q_RQD), index_keys(index, index_codes(index, k_JHD))
         q_REGC = q.unflatten(1, (k.shape[1], -1))
         logits: Tensor = torch.einsum("regc,jec->egrj", q_REGC, k) * self.model.head_dim**-0.5

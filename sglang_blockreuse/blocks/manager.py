@@ -117,7 +117,8 @@ class BlockManager:
         except Exception:
             logger.exception("blockreuse: request %s is served without block reuse", req.rid)
             self.metrics.add("errors_total")
-            self.give_up(req, "internal_error")
+            if getattr(req, "blockreuse", None) is not None:
+                self.give_up(req, "internal_error")
 
     def plan(self, req: Any) -> None:
         """Look the blocks up behind the request's exact prefix, lock their homes and plan the prefill."""

@@ -47,11 +47,11 @@ class SharedKvPool(MHATokenToKVPool):
 
     def _slot_move_pointer_buffers(self) -> list[Tensor]:
         """Each buffer once: a move of slots must not be made twice."""
-        return [*self._owned(self.k_buffer), *self._owned(self.v_buffer)]
+        return [*_once(self.k_buffer), *_once(self.v_buffer)]
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
         """Bytes of K and of V, each buffer counted once."""
-        k, v = (sum(x.nbytes for x in self._owned(buffers)) for buffers in (self.k_buffer, self.v_buffer))
+        k, v = (sum(x.nbytes for x in _once(buffers)) for buffers in (self.k_buffer, self.v_buffer))
         return k, v
 
     def set_kv_buffer(self, layer: Any, *args: Any, **kwargs: Any) -> None:
@@ -80,14 +80,16 @@ class SharedKvPool(MHATokenToKVPool):
     def _each_buffer_once(self) -> Iterator[None]:
         """For the host's loops over layers: only those that keep KV of their own."""
         whole = self.layer_num, self.k_buffer, self.v_buffer
-        self.layer_num, self.k_buffer, self.v_buffer = (len(self.owners), *map(self._owned, whole[1:]))
+        self.layer_num, self.k_buffer, self.v_buffer = (len(self.owners), *map(_once, whole[1:]))
         try:
             yield
         finally:
             self.layer_num, self.k_buffer, self.v_buffer = whole
 
-    def _owned(self, buffers: Sequence[Tensor]) -> list[Tensor]:
-        return [buffers[layer] for layer in self.owners]
+
+def _once(buffers: Sequence[Tensor]) -> list[Tensor]:
+    """Each buffer once, in the order of the layers that own them."""
+    return list({buffer.data_ptr(): buffer for buffer in buffers}.values())
 
 
 @functools.cache

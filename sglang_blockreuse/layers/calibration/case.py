@@ -86,10 +86,8 @@ class Case:
         self.dense, _ = self.log_probs(None)
 
     def figures(self, plan: BoundPlan) -> Figures:
-        """Against dense decode of the model: on shared KV where the checkpoint was trained for that."""
-        dense = None
-        if plan.shared_layers and plan.trained_sharing:
-            dense, _ = self.log_probs(plan.all_dense())
+        baseline = baseline_of(plan)
+        dense = self.dense if baseline is None else self.log_probs(baseline)[0]
         return self.compare(self.log_probs(plan)[0], dense)
 
     def compare(self, log_probs: Tensor, dense: Tensor | None = None) -> Figures:
@@ -134,9 +132,9 @@ class Case:
     def layer_alone(self, layer: int, dense: Trace, plan: BoundPlan) -> Tensor:
         """The layer's output under a plan on the inputs of dense decode, its anchors on theirs.
 
-        `dense` is the trace of dense decode. The rows' KV is left as this pass wrote it.
+        `dense` is the trace of the plan's baseline. The rows' KV is left as this pass wrote it.
         """
-        self._enter(None)
+        self._enter(baseline_of(plan))
         chosen: dict[tuple[int, str], Tensor] = {}
         lenders: list[int] = []
         bound = plan.layers[layer]
@@ -217,6 +215,11 @@ class Case:
     def forced(self, positions: Tensor, selection: Selection) -> Tensor:
         """bool [R, …]: sinks, and the row's window up to its own token and beyond."""
         return (positions < selection.sink) | (positions > self._positions[:, None] - selection.window)
+
+
+def baseline_of(plan: BoundPlan) -> BoundPlan | None:
+    """What a plan is compared with: dense decode (None), on shared KV where the checkpoint was trained for that."""
+    return plan.all_dense() if plan.shared_layers and plan.trained_sharing else None
 
 
 def _best(scores: Tensor, size: int, pool_RM: Tensor | None) -> Tensor:

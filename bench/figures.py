@@ -116,18 +116,11 @@ STAGES = (
     ),
     Stage(
         "layer-plan",
-        (
-            "bench",
-            "layer-plan",
-            "--out",
-            "{out}/layer-plan.json",
-            "--plan",
-            "smollm2-135m-three-role",
-            "--stock",
-        ),
-        "layer-plan.json",
-        quick=("--repeats", "1", "--tokens", "8"),
+        bench("layer-plan", "--plan smollm2-135m-pool-wide --batch 1 8 --context 2048 4096 7500 --stock"),
+        "layer-plan.jsonl",
+        "layer-plan.png",
     ),
+    Stage("retrieval", bench("retrieval", "--plan smollm2-135m-pool-wide-256"), "retrieval.jsonl"),
     Stage(
         "attention",
         ("bench", "attention", "--json", "{out}/attention.json"),

@@ -90,10 +90,15 @@ def blocks_section(words: Sequence[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def stock(
-    options: argparse.Namespace, *, name: str = "stock", offset: int = 0, attention: str = "blockreuse"
+    options: argparse.Namespace,
+    *,
+    name: str = "stock",
+    offset: int = 0,
+    attention: str = "blockreuse",
+    flags: Sequence[str] = (),
 ) -> Iterator[Server]:
     """SGLang without block reuse, on our attention kernels unless told otherwise."""
-    command = stock_command([*_flags(options), "--attention-backend", attention])
+    command = stock_command([*_flags(options), "--attention-backend", attention, *flags])
     with _started(name, command, options, offset) as server:
         yield server
 
@@ -105,14 +110,18 @@ def ours(
     name: str = "ours",
     offset: int = 0,
     blocks: Mapping[str, Any] | None = None,
+    layers: Mapping[str, Any] | None = None,
     flags: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
-    """`sglang-blockreuse serve` with the `blocks` section given, else with that of the options."""
-    section = blocks_section(options.blocks) if blocks is None else dict(blocks)
+    """`sglang-blockreuse serve` with these sections of its configuration; `blocks` else from the options."""
+    sections = {
+        "blocks": blocks_section(options.blocks) if blocks is None else dict(blocks),
+        "layers": dict(layers or {}),
+    }
     options.out.mkdir(parents=True, exist_ok=True)
     config = options.out / f"{name}.yaml"
-    config.write_text(yaml.safe_dump({"blocks": section}))
+    config.write_text(yaml.safe_dump(sections))
     command = extended_command([*_flags(options), "--blockreuse-config", str(config), *flags])
     with _started(name, command, options, offset, env) as server:
         yield server

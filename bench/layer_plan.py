@@ -1,151 +1,165 @@
 """Decode time per token under a layer plan against dense decode, on real servers, turn by turn, and where it goes.
 
-    sglang-blockreuse bench layer-plan [--plan NAME|PATH] [--batch 8] [--context 7500] [--repeats 5] [--stock]
-                                       [--out FILE.json] [--bars FILE.jsonl]
+    sglang-blockreuse bench layer-plan --out DIR [--plan NAME|PATH] [--batch 1 8] [--context 2048 7500] [--stock]
 
 Dense turns are requests with `blockreuse_mode: exact` on the very same server, so both sides share weights, pool and
-moment; the ratio is the median of paired ratios. A batch shares all of its prompt but the last tokens, which keeps
-the prefill short and favours dense decode: its rows read the same keys. The gate comes first: dense turns must count
-as exact rows and plan turns as sparse ones. With --stock a second server decodes with SGLang's torch_native backend and
-prefills with ours, which would take it minutes; its turns stand between the others.
+moment; a ratio is the median of paired ratios. A batch shares all of its prompt but the last tokens, which keeps the
+prefill short and favours dense decode: its rows read the same keys. Each case, a batch at a context, begins with the
+gate: dense turns must count as exact rows and plan turns as sparse ones. With --stock a second server decodes with
+SGLang's torch_native backend and prefills with ours, which would take it minutes; its turns stand between the others.
 
 The breakdown is the server's own (`layers.timing`): ms per token step by part and role, and what is left of the time
-per token outside of the attention layers. --bars writes it as one JSON object a line, for plotting.
+per token outside of the attention layers. Records go to layer-plan.jsonl as they come; layer-plan.md and .png show
+time per token against context and batch, and the breakdown as bars.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import fcntl
+import contextlib
+import itertools
 import json
 import random
 import statistics
 import sys
-import tempfile
 import time
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import launch
+import report_decode
 import requests
+from records import Log, plain
 from tqdm import tqdm
 
 from sglang_blockreuse.demo import environment
-from sglang_blockreuse.layers.step_clock import PARTS
-from sglang_blockreuse.model import ensure_model
-from sglang_blockreuse.server_process import Server, extended_command, running_server, stock_command
+from sglang_blockreuse.layers.plan_explain import KVShape, explain
+from sglang_blockreuse.layers.plan_loader import load_plan
+from sglang_blockreuse.server_process import Server
 
 MODES = {"dense": "exact", "plan": "off", "stock": None}
-ROLES = ("dense", "full", "reindex", "reuse")
+TAIL = 8  # tokens of a prompt that no other request of its batch has
+SPARE = 64  # pool tokens a request may leave behind
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="bench layer-plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--plan", default="smollm2-135m-three-role")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--context", type=int, default=7500)
-    parser.add_argument("--tokens", type=int, default=24, help="decoded tokens per request and turn")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--stock", action="store_true", help="also time SGLang's torch_native decode")
-    parser.add_argument("--bars", type=Path, metavar="FILE.jsonl", help="write the breakdown")
-    parser.add_argument("--lock", type=Path, help="file to lock: shared, and alone while times are taken")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    with ExitStack() as stack:
-        lock = stack.enter_context(options.lock.open("w")) if options.lock else None
-        if lock is not None:
-            fcntl.flock(lock, fcntl.LOCK_SH)
-        servers = start(stack, options)
-        if lock is not None:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        times, parts = measure(servers, options)
-    ratios = {mode: [a / b for a, b in zip(times["plan"], times[mode], strict=True)] for mode in times}
-    for mode, values in times.items():
-        shown = f"{min(ratios[mode]):.2f} to {max(ratios[mode]):.2f}, {len(values)} pairs"
-        print(
-            f"{mode:>6} {statistics.median(values):8.1f} ms per token; plan / {mode} "
-            f"{statistics.median(ratios[mode]):.2f} ({shown})"
-        )
-    print(table(parts, statistics.median(times["plan"])))
-    if options.bars:
-        lines = [{"plan": options.plan, "part": p, "role": r, "ms": ms} for (p, r), ms in parts.items()]
-        options.bars.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    if options.out:
-        record = {"environment": environment.describe(), "plan": options.plan, "dtype": options.dtype}
-        record |= {"batch": options.batch, "context": options.context, "tpot_ms": times, "ratios": ratios}
-        record["ms_per_step"] = {" ".join(key): ms for key, ms in parts.items()}
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+@dataclass(frozen=True)
+class Case:
+    """`batch` requests that decode together, each behind `context` tokens."""
+
+    batch: int
+    context: int
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    cases = [Case(batch, context) for context, batch in itertools.product(options.context, options.batch)]
+    options.max_total_tokens = options.max_total_tokens or pool_tokens(cases, options.tokens)
+    log = Log(options.out / "layer-plan.jsonl")
+    log.add({"record": "layer-plan", "environment": environment.describe(), "options": plain(options)})
+    with started(options) as servers, tqdm(total=len(cases) * options.repeats, file=sys.stderr) as bar:
+        for case in cases:
+            bar.set_description(f"{case.batch} x {case.context}")
+            measure(servers, case, options, log, bar)
+    text = report_decode.tables(log.records)
+    (options.out / "layer-plan.md").write_text(text)
+    report_decode.plot(log.records, options.out / "layer-plan.png")
+    print(text)
     return 0
 
 
-def start(stack: ExitStack, options: Any) -> dict[str, Server]:
-    """A server for each mode, warm; dense and plan share one, which has passed the gate."""
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    config = folder / "config.yaml"
-    config.write_text(f"layers: {{plan: {options.plan}, timing: true}}\n")
-    flags = ["--model-path", str(ensure_model()), "--dtype", options.dtype]
-    flags += ["--max-total-tokens", "16000", "--max-running-requests", str(options.batch)]
-    command = extended_command([*flags, "--blockreuse-config", str(config)])
-    ours = stack.enter_context(running_server(command, log=folder / "ours.log", timeout_s=900))
-    servers = {"dense": ours, "plan": ours}
-    # a first turn prefills what the others find cached, compiles what is left
-    warm = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1)).submit(gate, ours, options)
-    if options.stock:
-        backends = ["--prefill-attention-backend", "blockreuse", "--decode-attention-backend", "torch_native"]
-        command = stock_command([*flags, *backends])
-        servers["stock"] = stack.enter_context(
-            running_server(command, log=folder / "stock.log", timeout_s=900)
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="bench layer-plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--plan", default="smollm2-135m-pool-wide", metavar="NAME|PATH")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--batch", type=int, nargs="+", default=[8])
+    parser.add_argument("--context", type=int, nargs="+", default=[7500])
+    parser.add_argument("--tokens", type=int, default=24, help="decoded tokens per request and turn")
+    parser.add_argument("--repeats", type=int, default=5, help="turns of each mode per case")
+    parser.add_argument("--stock", action="store_true", help="also time SGLang's torch_native decode")
+    parser.add_argument("--quick", action="store_true", help="one turn of a few tokens at a short context")
+    launch.add_server_arguments(parser, max_total_tokens=0)
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.context, options.tokens, options.repeats = [1536], 8, 1
+    if min(options.context) <= TAIL or min(*options.batch, options.tokens - 1, options.repeats) < 1:
+        parser.error(
+            f"--context is at least {TAIL + 1}, --tokens at least 2, --batch and --repeats at least 1"
         )
-        turn(servers["stock"], "stock", options)
-    warm.result()
-    return servers
+    return options
+
+
+def pool_tokens(cases: Sequence[Case], num_tokens: int) -> int:
+    """KV pool that holds the largest case twice over: what an earlier case left must not be in its way."""
+    return 2 * max(case.context + case.batch * (TAIL + num_tokens + SPARE) for case in cases)
+
+
+@contextlib.contextmanager
+def started(options: argparse.Namespace) -> Iterator[dict[str, Server]]:
+    """A server for each mode; dense and plan share one."""
+    running = ("--max-running-requests", str(max(options.batch)), "--dtype", options.dtype)
+    options.server_flags = [*running, *options.server_flags]
+    with contextlib.ExitStack() as stack:
+        ours = stack.enter_context(launch.ours(options, layers={"plan": options.plan, "timing": True}))
+        servers = {"dense": ours, "plan": ours}
+        if options.stock:
+            flags = ("--prefill-attention-backend", "blockreuse")
+            stock = launch.stock(options, offset=30, attention="torch_native", flags=flags)
+            servers["stock"] = stack.enter_context(stock)
+        yield servers
 
 
 def measure(
-    servers: dict[str, Server], options: Any
-) -> tuple[dict[str, list[float]], dict[tuple[str, str], float]]:
-    """(ms per token by mode, ms per step of plan turns by part and role)."""
-    times: dict[str, list[float]] = {mode: [] for mode in servers}
+    servers: dict[str, Server], case: Case, options: argparse.Namespace, log: Log, bar: tqdm[Any]
+) -> None:
+    """One record per turn, and one with what a step of the plan spent where."""
     ours = servers["plan"]
+    gate(ours, case, options.tokens)
+    if "stock" in servers:  # a first turn prefills what the others find cached
+        turn(servers["stock"], "stock", case, options.tokens)
     seconds, steps = seconds_of(ours), rows(ours, "sparse")
-    for repeat in tqdm(range(options.repeats), file=sys.stderr):
+    for repeat in range(options.repeats):
         for mode in sorted(servers, reverse=bool(repeat % 2)):
-            times[mode].append(turn(servers[mode], mode, options))
-    steps = (rows(ours, "sparse") - steps) / options.batch
-    after = seconds_of(ours)
-    return times, {key: 1e3 * (after[key] - seconds.get(key, 0.0)) / steps for key in after}
+            ms = turn(servers[mode], mode, case, options.tokens)
+            log.add({"record": "turn", **vars(case), "repeat": repeat, "mode": mode, "tpot_ms": ms})
+        bar.update()
+    steps = (rows(ours, "sparse") - steps) / case.batch
+    spent = {
+        key: 1e3 * (after - seconds.get(key, 0.0)) / steps for key, after in seconds_of(ours).items() if after
+    }
+    cost = bytes_of(case, options)
+    log.add({"record": "breakdown", **vars(case), "steps": steps, "ms_per_step": spent, "bytes": cost})
 
 
-def seconds_of(server: Server) -> dict[tuple[str, str], float]:
+def bytes_of(case: Case, options: argparse.Namespace) -> dict[str, float]:
+    """Keys and values that a step reads, by the plan and by dense decode."""
+    config = json.loads((options.model / "config.json").read_text())
+    shape = KVShape.of_config(config, kv_element_bytes=4 if options.dtype == "float32" else 2)
+    plan = load_plan(options.plan).bind(config["num_hidden_layers"], config["architectures"][0])
+    cost = explain(plan, shape, num_tokens=case.context, batch=case.batch)
+    return {"plan": cost.total_bytes, "dense": cost.dense_bytes}
+
+
+def seconds_of(server: Server) -> dict[str, float]:
+    """By "part role"."""
     counts = server.get("/server_info")["internal_states"][0]["blockreuse"]["counts"]
-    found = (name.split() for name in counts if name.startswith("decode_seconds_total"))
-    return {(part, role): counts[f"decode_seconds_total {part} {role}"] for _, part, role in found}
+    clock = "decode_seconds_total "
+    return {name.removeprefix(clock): s for name, s in counts.items() if name.startswith(clock)}
 
 
-def table(parts: dict[tuple[str, str], float], tpot_ms: float) -> str:
-    """ms per step, parts down and roles across; `between` is the model's own work, the last line what is outside."""
-    lines = [f"{'ms per step':>12} " + " ".join(f"{role:>8}" for role in (*ROLES, "all"))]
-    for part in PARTS:
-        cells = [parts.get((part, role), 0.0) for role in ROLES]
-        if any(cells):
-            lines.append(f"{part:>12} " + " ".join(f"{ms:8.2f}" for ms in (*cells, sum(cells))))
-    outside = tpot_ms - sum(parts.values())
-    return "\n".join([*lines, f"{'outside':>12} {'':35} {outside:8.2f}"])
-
-
-def gate(server: Server, options: Any) -> None:
-    """Raise SystemExit unless the server decoded each side as this benchmark takes it."""
+def gate(server: Server, case: Case, num_tokens: int) -> None:
+    """Raise RuntimeError unless the server decoded each side as this benchmark takes it."""
     for mode, kind in (("dense", "exact"), ("plan", "sparse")):
         before = rows(server, kind)
-        turn(server, mode, options)
-        decoded = options.batch * (options.tokens - 1)
-        if rows(server, kind) - before < decoded / 2:
-            raise SystemExit(
-                f"gate: of {decoded} decode rows only {rows(server, kind) - before:.0f} were {kind}"
+        turn(server, mode, case, num_tokens)
+        decoded, found = case.batch * (num_tokens - 1), rows(server, kind) - before
+        if found < decoded / 2:
+            raise RuntimeError(
+                f"gate: of {decoded} decode rows of {case} only {found:.0f} were {kind}; a plan whose "
+                "min_seq_len or final_k exceeds the context decodes dense"
             )
 
 
@@ -154,14 +168,14 @@ def rows(server: Server, kind: str) -> float:
     return float(counts.get(f"decode_rows_total {kind}", 0))
 
 
-def turn(server: Server, mode: str, options: Any) -> float:
+def turn(server: Server, mode: str, case: Case, num_tokens: int) -> float:
     """ms per token: the median over a batch of the mean time between tokens."""
-    rng = random.Random(options.context)
-    ids = [rng.randrange(100, 40_000) for _ in range(options.context - 8)]
-    prompts = [[*ids, *range(1000 + 8 * i, 1008 + 8 * i)] for i in range(options.batch)]
-    with concurrent.futures.ThreadPoolExecutor(options.batch) as pool:
+    rng = random.Random(case.context)
+    ids = [rng.randrange(100, 40_000) for _ in range(case.context - TAIL)]
+    tails = (range(1000 + TAIL * i, 1000 + TAIL * (i + 1)) for i in range(case.batch))
+    with concurrent.futures.ThreadPoolExecutor(case.batch) as pool:
         return statistics.median(
-            pool.map(lambda prompt: tpot_ms(server, prompt, mode, options.tokens), prompts)
+            pool.map(lambda tail: tpot_ms(server, [*ids, *tail], mode, num_tokens), tails)
         )
 
 
@@ -180,4 +194,4 @@ def tpot_ms(server: Server, ids: list[int], mode: str, num_tokens: int) -> float
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(launch.guarded("bench layer-plan", main))

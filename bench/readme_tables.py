@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import records
+import report_decode
 import report_quality
 import report_serving
 from stats import paired_ratio, percentile
@@ -219,45 +220,50 @@ def plans(found: Sequence[Record]) -> str:
 
 
 def layer_plan(found: Sequence[Record]) -> str:
-    """Time per token of a plan beside dense decode and the host's own backend."""
-    (run,) = found
-    names = {
-        "dense": "dense, our kernels, same server",
-        "stock": "SGLang's `torch_native` decode, second server",
-    }
+    """Time per token of a plan beside dense decode and the host's own backend, and the largest case's step."""
+    largest = max(report_decode.cases_of(found), key=lambda case: case[0] * case[1])
+    parts = sorted(report_decode.by_part(found, largest).items(), key=lambda item: -item[1])
+    spent = ", ".join(f"{part} {ms:.0f}" for part, ms in parts if ms > 0.5)
+    options = found[0]["options"]
     lines = [
-        "| decode | time per token, median | plan / this, median (range of the pairs) |",
-        "|---|---|---|",
-    ]
-    lines.append(f"| `{run['plan']}` | {statistics.median(run['tpot_ms']['plan']):.0f} ms | |")
-    for mode, name in names.items():
-        if mode in run["ratios"]:
-            ratios = run["ratios"][mode]
-            shown = f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f}, {len(ratios)} pairs)"
-            lines.append(f"| {name} | {statistics.median(run['tpot_ms'][mode]):.0f} ms | {shown} |")
-    parts: dict[str, float] = {}
-    for key, ms in run["ms_per_step"].items():
-        parts[key.split()[0]] = parts.get(key.split()[0], 0.0) + ms
-    shares = ", ".join(
-        f"{part} {ms:.0f}" for part, ms in sorted(parts.items(), key=lambda item: -item[1]) if ms > 0.5
-    )
-    lines += [
+        report_decode.ratio_table(found),
         "",
-        f"A step of the plan by the server's own clock, ms: {shares} (`between` is the model's linear layers).",
+        f"Plan `{options['plan']}`, {options['dtype']}, {options['repeats']} turns per mode; ratios are medians of "
+        f"pairs with a 95 % bootstrap. A step at {largest[0]} × {largest[1]:,} by the server's own clock, ms: {spent} "
+        "(`between` is the model's linear layers, `outside` the scheduler and the stream).",
     ]
-    return "\n".join([*lines, "", where(run)])
+    return "\n".join([*lines, "", where(found[0])])
+
+
+def retrieval(found: Sequence[Record]) -> str:
+    """Of the questions that dense decode answers, those to which the plan says the same."""
+    options, cases = found[0]["options"], [r for r in found if r["record"] == "case"]
+    lines = [
+        f"| under `{options['plan']}` | asked | dense decode is right | the plan says the same |",
+        "|---|---|---|---|",
+    ]
+    for kind in (*dict.fromkeys(r["kind"] for r in cases), "all"):
+        mine = [r for r in cases if kind in (r["kind"], "all")]
+        right = [r for r in mine if r["right"]]
+        same = sum(r["same"] for r in right)
+        lines.append(f"| {kind} | {len(mine)} | {len(right)} | {same} ({same / len(right):.0%}) |")
+    low, high = options["lengths"]
+    text = f"Contexts of {low:,} to {high:,} tokens, {options['per_context']} questions on each."
+    return "\n".join([*lines, "", text, "", where(found[0], seed=options["seed"])])
 
 
 def attention(found: Sequence[Record]) -> str:
+    """The served dtype; the records hold float32 beside it."""
     (run,) = found
     lines = [
-        "| case, requests × keys | dtype | torch_native | ours | ratio of attention | with linear layers |",
-        "|---|---|---|---|---|---|",
+        "| case, requests × keys | torch_native | ours | ratio of attention | with linear layers |",
+        "|---|---|---|---|---|",
     ]
     lines += [
-        f"| {r['case']} | {r['dtype']} | {r['stock_ms']:.1f} ms | {r['ours_ms']:.1f} ms | {r['attention_ratio']:.2f} "
+        f"| {r['case']} | {r['stock_ms']:,.0f} ms | {r['ours_ms']:,.0f} ms | {r['attention_ratio']:.2f} "
         f"| {r['model_ratio']:.2f} |"
         for r in run["results"]
+        if r["dtype"] == "bfloat16"
     ]
     return "\n".join([*lines, "", where(run)])
 
@@ -287,7 +293,8 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Record]], str]]] = {
     "cold": ("cold.jsonl.gz", serving),
     "unmarked": ("unmarked.jsonl.gz", serving),
     "plans": ("plans.json.gz", plans),
-    "layer-plan": ("layer-plan.json.gz", layer_plan),
+    "layer-plan": ("layer-plan.jsonl.gz", layer_plan),
+    "retrieval": ("retrieval.jsonl.gz", retrieval),
     "attention": ("attention.json.gz", attention),
     "soak": ("soak.jsonl.gz", soak),
 }

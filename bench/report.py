@@ -1,6 +1,6 @@
 """Results of earlier runs as Markdown and figures.
 
-    sglang-blockreuse bench report --out DIR results/*/quality.jsonl results/*/serving.jsonl
+    sglang-blockreuse bench report --out DIR results/*/quality.jsonl results/*/serving.jsonl results/*/layer-plan.jsonl
 
 Each file is one run and gets its own section; kind and options stand in its records. For every run a PNG of its name is
 written to --out, and all sections to report.md. Runs of other configurations (another `--blocks beta=…`) are compared
@@ -17,10 +17,12 @@ from typing import Any
 
 import launch
 import records
+import report_decode
 import report_quality
 import report_serving
 
 Record = dict[str, Any]
+KINDS = ("quality", "serving", "layer-plan", "soak")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,10 +56,13 @@ def section(path: Path, out: Path) -> str:
     elif kind == "serving":
         text, _ = report_serving.tables(found)
         report_serving.plot(found, figure)
+    elif kind == "layer-plan":
+        text = report_decode.tables(found)
+        report_decode.plot(found, figure)
     elif kind == "soak":
         return soak_section(found)
     else:
-        raise ValueError(f"{path}: begins with {kind!r}, but a run begins with quality, serving or soak")
+        raise ValueError(f"{path}: begins with {kind!r}, but a run begins with {', '.join(KINDS)}")
     return f"{text}\n![{figure.stem}]({figure.name})\n" if figure.exists() else text
 
 

@@ -71,7 +71,7 @@ def test_a_file_that_is_no_run_is_refused(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text('{"record": "round"}\n')
     with pytest.raises(
-        ValueError, match="begins with 'round', but a run begins with quality, serving or soak"
+        ValueError, match="begins with 'round', but a run begins with quality, serving, layer-plan, soak"
     ):
         report.section(path, tmp_path)
 

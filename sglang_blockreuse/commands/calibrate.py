@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..layers.plan_loader import LayerPlan, load_plan
 # what a reader needs to repeat a report; paths of this machine are no part of it
 ENVIRONMENT = ("time", "commit", "python", "packages", "hardware")
 
-SEARCH_OPTIONS = {"name", "full", "follower", "start", "bytes", "rounds", "min_seq_len"}
+SEARCH_OPTIONS = {"name", "full", "follower", "start", "bytes", "rounds", "min_seq_len", "heads", "attend"}
 
 HELP = "find a layer plan for a model, or judge plans, with a report"
 
@@ -64,6 +65,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--start", metavar="PATTERN", help="begin with this pattern, one letter of D A F X R per layer"
+    )
+    parser.add_argument(
+        "--heads",
+        choices=("layer", "kv_head"),
+        default="kv_head",
+        help="layers attend by one list, or by one per KV head; what they lend is one list (default: kv_head)",
+    )
+    parser.add_argument(
+        "--attend",
+        choices=("selected", "all"),
+        default="selected",
+        help="full layers attend to what they select, or to everything they score (default: selected)",
     )
     parser.add_argument("--bytes", type=float, metavar="SHARE", help="of dense decode, a plan of three roles")
     parser.add_argument("--rounds", type=int, default=3, help="moves of full layers (default: 3)")
@@ -119,6 +132,7 @@ def _distil(arguments: argparse.Namespace) -> None:
 class _Run:
     def __init__(self, arguments: argparse.Namespace) -> None:
         from ..layers.calibration.llama import Llama
+        from ..layers.calibration.pattern import EXACT, PER_HEAD
         from ..layers.calibration.texts import Texts
 
         self.arguments = arguments
@@ -130,6 +144,7 @@ class _Run:
             sink=arguments.sink,
             window=arguments.window,
         )
+        self.scorer = PER_HEAD if arguments.heads == "kv_head" else EXACT
 
     def run(self) -> None:
         from ..demo import environment
@@ -168,7 +183,7 @@ class _Run:
     def _cases(self, first_seed: int, what: str) -> list[Any]:
         from tqdm import tqdm
 
-        from ..layers.calibration.case import Case
+        from ..layers.calibration.scored_case import ScoredCase
 
         low, high = self.arguments.lengths
         nums = self._wanted()
@@ -178,7 +193,7 @@ class _Run:
         wanted = [(kind, first_seed + i) for i in rounds for kind, num in nums.items() if i < num]
         step = (high - low) // max(1, len(wanted) - 1)
         return [
-            Case(self.model, kind, self.texts.make(kind, seed, low + i * step), self.arguments.rows)
+            ScoredCase(self.model, kind, self.texts.make(kind, seed, low + i * step), self.arguments.rows)
             for i, (kind, seed) in enumerate(tqdm(wanted, desc=what, file=sys.stderr))
         ]
 
@@ -191,10 +206,13 @@ class _Run:
         arguments = self.arguments
         cases = self._cases(SEARCH, "texts to search on")
         report.overlap = collect(cases, self.selection)
+        lead = "A" if arguments.attend == "all" else "F"
         start = arguments.start or prior(
             report.overlap.loss(arguments.follower), arguments.full, arguments.follower
+        ).replace("F", lead)
+        search = Search(
+            cases, self.selection, self.scorer, lead, report=lambda line: print(line, file=sys.stderr)
         )
-        search = Search(cases, self.selection, report=lambda line: print(line, file=sys.stderr))
         found = search.shrink(start, arguments.follower, arguments.full)
         found = search.polish(found.pattern, arguments.rounds)
         if arguments.rounds:
@@ -208,6 +226,7 @@ class _Run:
             found.pattern,
             selection,
             name=arguments.name,
+            scorer=self.scorer,
             architecture=self.model.architecture,
             evidence="report.md beside this file",
         )
@@ -220,7 +239,7 @@ class _Run:
         from ..layers.calibration.pattern import bound_of
         from ..layers.plan_explain import explain
 
-        plan = bound_of(pattern, self.selection)
+        plan = bound_of(pattern, self.selection, self.scorer)
         cost = explain(plan, self._shape(), num_tokens=self.arguments.lengths[1], batch=1)
         return cost.total_bytes / cost.dense_bytes
 
@@ -240,6 +259,9 @@ class _Run:
         report.texts = "Held-out texts" if on == "held-out" else "Texts to choose on"
         cases = self._cases(HELD_OUT if on == "held-out" else CHOICE, f"{on} texts")
         bound = {plan.name: plan.bind(self.model.num_layers, self.model.architecture) for plan in plans}
+        weights = self._weights(bound.values())
+        for case in cases:
+            case.weights = weights
         everything = bound | self._beside()
         wanted = [
             (name, plan if k is None else at_budget(plan, k))
@@ -252,15 +274,26 @@ class _Run:
             )
         report.replays = {name: replay(cases[0], plan) for name, plan in bound.items()}
 
+    def _weights(self, plans: Iterable[BoundPlan]) -> dict[str, Any]:
+        """The maps of each file that a plan names. Raises WeightsError."""
+        from ..layers.index_weights import model_identity, read_weights
+
+        named = [plan for plan in plans if plan.weights_file is not None]
+        if not named:
+            return {}
+        identity = model_identity(self.arguments.model)
+        return {plan.weights_file or "": read_weights(plan, identity).layers for plan in named}
+
     def _beside(self) -> dict[str, BoundPlan]:
         """What plans are compared with: every layer for itself, and groups of equal size."""
-        from ..layers.calibration.pattern import bound_of, uniform
+        from ..layers.calibration.pattern import PER_HEAD, bound_of, uniform
 
         num_layers = self.model.num_layers
         patterns = {"own lists everywhere": "F" * num_layers}
         patterns |= {f"groups of {n}, reuse": uniform(num_layers, n, "R") for n in (2, 4, 8)}
         patterns |= {"groups of 4, reindex": uniform(num_layers, 4, "X")}
-        return {name: bound_of(pattern, self.selection) for name, pattern in patterns.items()}
+        found = {name: bound_of(pattern, self.selection) for name, pattern in patterns.items()}
+        return found | {"own lists per KV head": bound_of("F" * num_layers, self.selection, PER_HEAD)}
 
     def _shape(self) -> Any:
         from ..layers.plan_explain import KVShape

@@ -34,6 +34,7 @@ _WORDS: dict[str, tuple[object, ...]] = {
     "attend": get_args(plan.Attend),
     "kind": get_args(plan.ScorerKind),
     "heads": get_args(plan.ListHeads),
+    "lend_heads": get_args(plan.ListHeads),
     "scan_heads": get_args(plan.ScanHeads),
     "rerank_heads": get_args(plan.ScanHeads),
 }

@@ -302,7 +302,7 @@ class SharedWorld(World):
         self.v = [self.v[source] for source in plan.kv_layers]
 
 
-@pytest.mark.parametrize("kind", ["exact_qk", "int4_keys"])
+@pytest.mark.parametrize("kind", ["exact_qk", "int4_keys", "page_minmax"])
 @pytest.mark.parametrize(
     ("pattern", "kv_from", "attend_all"),
     [("DFRR", {1: 0, 2: 0, 3: 0}, []), ("FRRFXR", {1: 0, 2: 0, 3: 0, 5: 4}, [0]), ("FXFX", {2: 0, 3: 1}, [])],
@@ -401,5 +401,5 @@ class TestCalibration:
     def test_what_it_does_not_compute_is_refused(self, case):
         selection = Selection(**SELECTION)
         plan = hybrid_oracle(30, [0, 15], selection, own_window=16).bind(30, None)
-        with pytest.raises(ValueError, match="own_window or key_from on layers"):
+        with pytest.raises(ValueError, match="own_window on layers"):
             evaluate([case], plan)

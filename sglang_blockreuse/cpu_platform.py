@@ -55,6 +55,28 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_quantization_config(self, quantization: str) -> None:
         refuse_quantization(quantization)
 
+    def get_kv_pool_cls(self, *, kind: str) -> type | None:
+        """The host's own, unless the server's layer plan has layers without KV of their own."""
+        from sglang.srt.runtime_context import get_server_args
+
+        kv_layers = shared_kv_layers(get_server_args())
+        if kind != "mha" or kv_layers is None:
+            return None
+        from .layers.shared_pool import pool_class
+
+        return pool_class(kv_layers)
+
+    def post_load_model(self, model: Any) -> None:
+        """Let the host's sizing know what a token takes, before it sizes the pool."""
+        from sglang.srt.runtime_context import get_server_args
+
+        kv_layers = shared_kv_layers(get_server_args())
+        if kv_layers is not None:
+            from .host import install_pool_sizing
+            from .layers.shared_pool import sizing
+
+            install_pool_sizing(sizing(kv_layers))
+
     def apply_server_args_defaults(self, server_args: Any) -> None:
         from sglang.srt.arg_groups.overrides import model_config_of
 
@@ -155,5 +177,24 @@ def num_ranks(server_args: Any) -> int:
 def kv_bytes_per_token(model: Any, server_args: Any) -> int:
     """Bytes of K and V that one token takes in the pool of one rank."""
     layers = -(-model.num_attention_layers // server_args.pp_size)
+    kv_layers = shared_kv_layers(server_args)
+    if kv_layers is not None:
+        layers = len(set(kv_layers))
     heads = model.get_num_kv_heads(server_args.tp_size)
     return int(layers * heads * (model.head_dim + model.v_head_dim) * model.dtype.itemsize)
+
+
+def shared_kv_layers(server_args: Any) -> tuple[int, ...] | None:
+    """The layer whose KV each layer reads under the server's layer plan; None where each reads its own.
+
+    Raises PlanError or ConfigError.
+    """
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    from .layers.backend import bind_layer_plan
+    from .settings import config_of
+
+    if (server_args.attention_backend or ATTENTION_BACKENDS[0]) != ATTENTION_BACKENDS[0]:
+        return None  # another backend reads no plan
+    plan = bind_layer_plan(config_of(server_args), model_config_of(server_args))
+    return plan.kv_layers if plan is not None and plan.shared_layers else None

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from .blocks.load import KvLoader
+from .blocks.load import KvLoader, moved_once
 from .blocks.manager import BlockManager
 from .blocks.rope import UnsupportedRope, find_ropes
+from .blocks.shared_kv import SharedKv
 from .blocks.step import PrefillSteps
 from .blocks.tags import SlotTags
 from .config import Config
@@ -43,6 +44,7 @@ def create_radix_cache(ctx: Any) -> Any:
         pool_size=int(ctx.params.token_to_kv_pool_allocator.size),
         metrics=metrics,
         layer_plan=_sparse_plan(ctx.tp_worker.model_runner.attn_backend),
+        shared_kv=_shared_kv(ctx.tp_worker.model_runner.attn_backend),
         off_reason=off_reason,
     )
     cache.steps = PrefillSteps(
@@ -50,9 +52,11 @@ def create_radix_cache(ctx: Any) -> Any:
         loader,
         metrics=metrics,
         num_layers=ctx.model_config.num_hidden_layers,
+        shared_layers=getattr(ctx.tp_worker.model_runner.attn_backend, "readers", ()),
         reduce=sum_over_ranks,
         tags=_tags(ctx, config),
     )
+    _report_memory(ctx.model_config.num_hidden_layers, cache.kv_memory())
     _join_backend(ctx.tp_worker.model_runner.attn_backend, cache, metrics)
     install_hooks()
     logger.info("blockreuse: block reuse is %s, configuration %s", off_reason or "on", config.describe())
@@ -138,13 +142,34 @@ def _loader(ctx: Any, config: Config) -> tuple[KvLoader | None, str | None]:
     try:
         _check_pool(pool)
         num_layers = len(pool.k_buffer)
-        groups = find_ropes(runner.model, num_layers)
+        groups = moved_once(
+            find_ropes(runner.model, num_layers), getattr(pool, "kv_layers", range(num_layers))
+        )
     except UnsupportedRope as error:
         if config.strict:
             raise
         logger.warning("blockreuse: serving without block reuse: %s", error)
         return None, "unsupported_model"
     return KvLoader(pool.k_buffer, pool.v_buffer, groups, Dispatcher(config.kernels)), None
+
+
+def _shared_kv(backend: Any) -> SharedKv | None:
+    """How the server's layer plan shares main KV between layers; None where every layer keeps its own."""
+    plan = getattr(backend, "layer_plan", None)
+    if plan is None or not plan.shared_layers:
+        return None
+    return SharedKv(plan=plan.name, fingerprint=plan.fingerprint, trained=plan.trained_sharing)
+
+
+def _report_memory(num_layers: int, kv: dict[str, int]) -> None:
+    if kv and kv["layers"] < num_layers:
+        logger.info(
+            "blockreuse: %d of %d layers keep KV of their own: %.1f MB in place of %.1f MB",
+            kv["layers"],
+            num_layers,
+            kv["bytes"] / 1e6,
+            kv["bytes"] / 1e6 * num_layers / kv["layers"],
+        )
 
 
 def _sparse_plan(backend: Any) -> str | None:
@@ -185,7 +210,10 @@ def _tags(ctx: Any, config: Config) -> SlotTags | None:
 def _check_pool(pool: Any) -> None:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-    if type(pool) is not MHATokenToKVPool or getattr(pool, "use_hnd", False):
+    from .layers.shared_pool import SharedKvPool
+
+    supported = type(pool) is MHATokenToKVPool or isinstance(pool, SharedKvPool)
+    if not supported or getattr(pool, "use_hnd", False):
         raise UnsupportedRope(
             f"KV pool {type(pool).__name__} is not supported; blocks are moved in token-major pools of plain "
             "multi-head or grouped-query attention (MHATokenToKVPool, layout NHD)"

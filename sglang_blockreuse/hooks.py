@@ -41,6 +41,7 @@ def internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
     cache: BlockReuseCache = scheduler.tree_cache
     result.internal_state["blockreuse"] = {
         "pool": cache.accounting(),
+        "kv": cache.kv_memory(),
         "counts": dict(cache.blocks.metrics.counts),
         "index": cache.blocks.arrivals.index_size(),
     }

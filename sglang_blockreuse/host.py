@@ -259,6 +259,73 @@ CONTRACT: tuple[HostName, ...] = (
     HostName(_SRT + "managers.schedule_batch.FINISH_ABORT", "call", "an aborted row is not published"),
     HostName(_SRT + "platforms.interface.SRTPlatform", "subclass", "SGLang on a plain CPU"),
     HostName(
+        _SRT + "platforms.interface.SRTPlatform.get_kv_pool_cls",
+        "subclass",
+        "a pool in which layers share KV",
+        ("self", "kind"),
+    ),
+    HostName(
+        _SRT + "mem_cache.memory_pool.MHATokenToKVPool._create_buffers",
+        "subclass",
+        "how that pool is carved; the platform's contract names it",
+        ("self",),
+    ),
+    HostName(
+        _SRT + "mem_cache.memory_pool.MHATokenToKVPool._build_kv_buffer_descs",
+        "call",
+        "described anew",
+        ("self",),
+    ),
+    HostName(
+        _SRT + "mem_cache.memory_pool.MHATokenToKVPool._init_data_ptrs_and_strides",
+        "call",
+        "addresses anew",
+        ("self",),
+    ),
+    HostName(
+        _SRT + "mem_cache.memory_pool.MHATokenToKVPool._slot_move_pointer_buffers",
+        "subclass",
+        "a shared buffer is moved once",
+        ("self",),
+    ),
+    HostName(
+        _SRT + "mem_cache.memory_pool.MHATokenToKVPool.get_kv_size_bytes",
+        "subclass",
+        "a shared buffer is counted once",
+        ("self",),
+    ),
+    HostName(
+        _SRT + "mem_cache.memory_pool.MHATokenToKVPool.move_kv_cache",
+        "subclass",
+        "the same for moves between slots",
+        ("self", "tgt_loc", "src_loc"),
+    ),
+    HostName(
+        _SRT + "mem_cache.memory_pool.MHATokenToKVPool.get_cpu_copy",
+        "subclass",
+        "and for copies in host memory",
+        ("self", "indices"),
+    ),
+    HostName(
+        _SRT + "mem_cache.memory_pool.MHATokenToKVPool.load_cpu_copy",
+        "subclass",
+        "and back",
+        ("self", "kv_cache_cpu", "indices"),
+    ),
+    HostName(_SRT + "runtime_context.get_server_args", "call", "the plan, where the pool is built"),
+    HostName(
+        _SRT + "platforms.interface.SRTPlatform.post_load_model",
+        "subclass",
+        "in the worker, before the pool is sized",
+        ("self", "model"),
+    ),
+    HostName(
+        _SRT + "model_executor.pool_configurator.DefaultPoolConfigurator.calculate_pool_sizes",
+        "hook",
+        "tokens of a plan whose layers share KV take fewer bytes",
+        ("self", "available_bytes", "page_size"),
+    ),
+    HostName(
         _SRT + "platforms.interface.SRTPlatform.apply_server_args_defaults",
         "subclass",
         "defaults where the user gave none",
@@ -376,6 +443,14 @@ def install_hooks() -> None:
     )
     # one row per request is all that the eager runner's static input buffers hold
     envs.SGLANG_EAGER_INPUT_NO_COPY.set(True)
+
+
+def install_pool_sizing(hook: Callable[..., Any]) -> None:
+    """Register and apply a hook around the sizing of the KV pool; idempotent. Raises HostContractError."""
+    from sglang.srt.plugins.hook_registry import HookType
+
+    target = "model_executor.pool_configurator.DefaultPoolConfigurator.calculate_pool_sizes"
+    _install({target: (hook, HookType.AROUND)})
 
 
 def install_tokenizer_hooks() -> None:

@@ -85,6 +85,14 @@ class BlockReuseCache(UnifiedRadixCache):
         super().finish(handle, outcome)
         self.blocks.compiler.ended(handle.rid)
 
+    def kv_memory(self) -> dict[str, int]:
+        """Bytes of the KV pool, and how many layers keep KV of their own in it; empty for pools of other kinds."""
+        pool = self.token_to_kv_pool_allocator.get_kvcache()
+        if not getattr(pool, "k_buffer", None):
+            return {}
+        k_bytes, v_bytes = pool.get_kv_size_bytes()
+        return {"bytes": int(k_bytes + v_bytes), "layers": len({x.data_ptr() for x in pool.k_buffer})}
+
     def accounting(self) -> dict[str, int]:
         """Slots of the pool by owner; with no request running, free + evictable + protected = size."""
         allocator = self.token_to_kv_pool_allocator

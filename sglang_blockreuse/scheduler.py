@@ -140,6 +140,7 @@ def accept_request(scheduler: Any, req: Req) -> list[Req]:
     jobs: list[HomeJob] = []
     try:
         check_extra_key(req.extra_key)
+        manager.enter_namespace(req)
         if req.multimodal_inputs is None and req.input_embeds is None:
             check_prompt(
                 req.origin_input_ids,

@@ -69,11 +69,11 @@ def runnable_plan(config: Config) -> LayerPlan | None:
 
 def require_namespaces(plan: LayerPlan | None, server_args: Any) -> None:
     """KV that sparse decode wrote must not be found by requests that expect a full prefill's."""
-    if plan is None or all(entry.role == "dense" for entry in plan.spec.layers):
+    if plan is None or all(entry.role == "dense" and entry.kv_from is None for entry in plan.spec.layers):
         return
     if server_args.radix_cache_backend != "blockreuse":
         raise ConfigError(
-            f"layer plan {plan.name!r} has layers that are not dense, and --radix-cache-backend is "
+            f"layer plan {plan.name!r} has layers that are not dense on their own KV, and --radix-cache-backend is "
             f"{server_args.radix_cache_backend}, which would publish their KV as if it were a full prefill's. "
             "Use --radix-cache-backend blockreuse with it."
         )

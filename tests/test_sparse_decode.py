@@ -262,9 +262,9 @@ def test_a_plan_it_would_compute_wrongly_is_refused_by_name(changes, reason):
     assert reason in message
     assert list(unsupported_plan(make_plan("F", **SELECTION), pool)) == []
     shares = {"version": 1, "name": "x", "layers": [{"layers": i, "role": "dense"} for i in range(2)]}
-    shares["layers"][1]["kv_from"] = 0
+    shares["layers"][1] |= {"kv_from": 0, "own_window": 8}
     plan = LayerPlan(read_spec(json.dumps(shares), "test.json"), "test").bind(2, None)
-    assert "kv_from on layers [1]" in "".join(unsupported_plan(plan, pool))
+    assert "own_window on layers [1]" in "".join(unsupported_plan(plan, pool))
     assert "float16" in "".join(unsupported_plan(make_plan("F", **SELECTION), pool.half()))
 
 

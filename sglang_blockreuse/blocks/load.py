@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from ..kernels import cpu_rotate_copy
 from ..kernels.dispatch import Dispatcher
 from ..types import RequestState
-from .rope import RopeGroup
+from .rope import RopeGroup, UnsupportedRope
 
 
 class KvLoader:
@@ -67,3 +68,20 @@ def _table(buffers: Sequence[Tensor], layers: Sequence[int]) -> Any:
     from ..kernels.rotate_copy import PoolTable
 
     return PoolTable.of(pools)
+
+
+def moved_once(groups: Sequence[RopeGroup], kv_layers: Sequence[int]) -> list[RopeGroup]:
+    """The groups without layers that keep no KV: a buffer that several read must not be rotated for each of them.
+
+    kv_layers: the layer whose KV each layer reads.
+    Raises UnsupportedRope where a layer reads keys that another rotary embedding than its own has turned.
+    """
+    group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
+    for layer, source in enumerate(kv_layers):
+        if group_of[layer] != group_of[source]:
+            raise UnsupportedRope(
+                f"layer {layer} reads the KV of layer {source} (kv_from), whose keys have another rotary embedding: "
+                f"{groups[group_of[source]].name} of layers {groups[group_of[source]].layers}. Choose another source"
+            )
+    kept = (replace(g, layers=tuple(at for at in g.layers if kv_layers[at] == at)) for g in groups)
+    return [group for group in kept if group.layers]

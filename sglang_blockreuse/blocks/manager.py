@@ -18,6 +18,7 @@ from .paths import fingerprint, path_namespace
 from .plan import build_plan
 from .policy import POLICIES
 from .probe import MAX_QUESTION_TOKENS
+from .shared_kv import SharedKv
 from .split import Home
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class BlockManager:
 
     off_reason: why block reuse is switched off for this server, or None.
     layer_plan: fingerprint of the plan that decode runs under, or None where decode is dense.
+    shared_kv: how a layer plan shares main KV between layers, so that no KV of this server is a stock server's.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class BlockManager:
         pool_size: int,
         metrics: Metrics,
         layer_plan: str | None = None,
+        shared_kv: SharedKv | None = None,
         off_reason: str | None = None,
         neutral_prefix: tuple[int, ...] | None = None,
     ) -> None:
@@ -75,12 +78,21 @@ class BlockManager:
             neutral_prefix=neutral_prefix,
         )
         self._layer_plan = layer_plan
+        self._shared_kv = shared_kv
 
     # -- arrival ---------------------------------------------------------------------------
 
     def accept(self, req: Any) -> list[HomeJob]:
         """Read the request's marks and decide which homes come first, see arrive.py. Raises RequestError."""
-        return self.arrivals.accept(req)
+        jobs = self.arrivals.accept(req)
+        if self._shared_kv is not None:
+            self._shared_kv.check_mode(req.blockreuse.options.mode)
+        return jobs
+
+    def enter_namespace(self, req: Any) -> None:
+        """Where layers share KV, whatever a request computes is found by requests of the same plan only."""
+        if self._shared_kv is not None:
+            req.extra_key = self._shared_kv.extra_key(req.extra_key)
 
     def ready(self, req: Any) -> bool:
         """Whether everything the request waits for has ended."""
@@ -105,7 +117,8 @@ class BlockManager:
         except Exception:
             logger.exception("blockreuse: request %s is served without block reuse", req.rid)
             self.metrics.add("errors_total")
-            self.give_up(req, "internal_error")
+            if getattr(req, "blockreuse", None) is not None:
+                self.give_up(req, "internal_error")
 
     def plan(self, req: Any) -> None:
         """Look the blocks up behind the request's exact prefix, lock their homes and plan the prefill."""

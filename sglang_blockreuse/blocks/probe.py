@@ -75,11 +75,15 @@ class Subject:
 
 @dataclass(slots=True)
 class Probe:
-    """Rides on the attention backend for one forward; the backend calls it in every layer."""
+    """Rides on the attention backend for one forward; the backend calls it in every layer.
+
+    shared_layers: layers without KV of their own, whose new keys nobody keeps and nothing can be compared with.
+    """
 
     subjects: Sequence[Subject]
     num_layers: int
     reduce: Callable[[Tensor], Tensor] = field(default=lambda x: x)  # sum over tensor-parallel ranks
+    shared_layers: frozenset[int] = frozenset()
     _question_layers: range = field(init=False)
     _compared: dict[str, int] = field(init=False)  # kind -> the layer whose keys are compared
     _last: int = field(init=False)
@@ -91,8 +95,13 @@ class Probe:
             "deviation": min(DEVIATION_DEPTH, self.num_layers - 1),
             "guard": guard_layer(self.num_layers),
         }
-        self._compared = {kind: layer for kind, layer in compared.items() if kind in kinds}
+        self._compared = {kind: self._with_keys(layer) for kind, layer in compared.items() if kind in kinds}
         self._last = max(0, *self._compared.values(), *self._question_layers)
+
+    def _with_keys(self, layer: int) -> int:
+        """The first layer from `layer` on that keeps keys of its own; the last of all where none follows."""
+        own = [at for at in range(self.num_layers) if at not in self.shared_layers]
+        return next((at for at in own if at >= layer), own[-1])
 
     def before_write(self, layer: Any, k_THD: Tensor, pool_SHD: Tensor) -> None:
         """New keys of the forward's tokens, and the pool that still holds the old ones."""

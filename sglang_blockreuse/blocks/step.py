@@ -49,7 +49,7 @@ class _Part:
 class PrefillSteps:
     """Prepares every prefill forward of a scheduler.
 
-    num_layers, reduce: of the model and over its tensor-parallel ranks, see `Probe`.
+    num_layers, shared_layers, reduce: of the model and over its tensor-parallel ranks, see `Probe`.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class PrefillSteps:
         *,
         metrics: Metrics,
         num_layers: int = 0,
+        shared_layers: Sequence[int] = (),
         reduce: Callable[[Tensor], Tensor] = lambda x: x,
         tags: SlotTags | None = None,
     ) -> None:
@@ -68,6 +69,7 @@ class PrefillSteps:
         self._loader = loader
         self._metrics = metrics
         self._num_layers = num_layers
+        self._shared_layers = frozenset(shared_layers)
         self._reduce = reduce
 
     def prepare_or_compute(
@@ -239,7 +241,7 @@ class PrefillSteps:
             runs[part.index] = list(subject.rows)
             self._metrics.add("probes_total", kind=kind)
         folded, fold = fold_batch(batch, runs)
-        probe = Probe(subjects, self._num_layers, self._reduce)
+        probe = Probe(subjects, self._num_layers, self._reduce, self._shared_layers)
         run_probe(folded, fold, probe)
         return {part.index: found for (part, _), found in zip(measured, probe.evidence(), strict=True)}
 

@@ -23,6 +23,8 @@ def create_attention_backend(runner: Any) -> Any:
     """Build the backend for a host ModelRunner. Raises ConfigError where no base fits."""
     config = config_of(runner.server_args)
     plan = bind_layer_plan(config, runner.model_config)
+    for warning in plan.warnings if plan else ():
+        logger.warning("blockreuse: %s", warning)
     device = str(runner.device).split(":")[0]
     backend = _BASES.get(device, _unsupported)(runner, config, plan)
     logger.info(
@@ -40,10 +42,7 @@ def bind_layer_plan(config: Config, model_config: Any) -> BoundPlan | None:
     if plan is None:
         return None
     architectures = getattr(model_config.hf_config, "architectures", None) or [None]
-    bound = plan.bind(model_config.num_hidden_layers, architectures[0])
-    for warning in bound.warnings:
-        logger.warning("blockreuse: %s", warning)
-    return bound
+    return plan.bind(model_config.num_hidden_layers, architectures[0])
 
 
 def _cpu(runner: Any, config: Config, plan: BoundPlan | None) -> Any:
@@ -60,8 +59,8 @@ def _cpu(runner: Any, config: Config, plan: BoundPlan | None) -> Any:
 def _cuda(runner: Any, config: Config, plan: BoundPlan | None) -> Any:
     if plan is not None and not plan.is_dense:
         raise ConfigError(
-            f"layer plan {config.layers.plan!r} (--layer-plan or layers.plan) has layers that are not dense, and "
-            "sparse decode is served on the CPU only in this version. Choose full on CUDA."
+            f"layer plan {config.layers.plan!r} (--layer-plan or layers.plan) has layers that are not dense, or not on "
+            "KV of their own (kv_from), which is served on the CPU only in this version. Choose full on CUDA."
         )
     if config.kernels == "reference":
         raise ConfigError("kernels is 'reference', but on CUDA it must be auto, triton or flashinfer.")

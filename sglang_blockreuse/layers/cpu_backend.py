@@ -23,6 +23,7 @@ from ..kernels.cpu_attention import AttentionPlan, KeyBias, Workspace, plan_atte
 from .decode_step import Batch, Step
 from .index_weights import model_identity
 from .plan import BoundPlan
+from .plan_support import unsupported_sharing
 from .row_modes import RowModes
 from .sparse_decode import SparseDecoder, warm_up
 
@@ -45,6 +46,8 @@ class CpuAttnBackend(AttentionBackend):
     def __init__(self, runner: Any, layer_plan: BoundPlan | None = None, *, timing: bool = False) -> None:
         super().__init__()
         reasons = list(_unsupported(runner))
+        if layer_plan is not None:
+            reasons += _unshared(layer_plan, runner.token_to_kv_pool)
         if reasons:
             raise NotImplementedError(
                 "attention backend blockreuse on the CPU computes causal decoder attention over a plain K/V pool, "
@@ -58,6 +61,7 @@ class CpuAttnBackend(AttentionBackend):
         self.workspace = Workspace()
         # what KV of decode steps is valid for: None or a dense plan writes what a full prefill would
         self.layer_plan = layer_plan
+        self.readers = frozenset(layer_plan.shared_layers) if layer_plan is not None else frozenset[int]()
         self.row_modes = RowModes(self.req_to_token_pool.req_generation.numpy())
         self.sparse = _sparse_decoder(runner, layer_plan, timing)
 
@@ -149,7 +153,7 @@ class CpuAttnBackend(AttentionBackend):
         probe, keys = self.probe, self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         if probe is not None and k is not None:
             probe.before_write(layer, k.view(-1, layer.tp_k_head_num, layer.head_dim), keys)
-        if save_kv_cache and k is not None and v is not None:
+        if save_kv_cache and k is not None and v is not None and layer.layer_id not in self.readers:
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         plan = self.forward_metadata
         if plan is None:
@@ -173,8 +177,8 @@ class CpuAttnBackend(AttentionBackend):
 
 
 def _sparse_decoder(runner: Any, plan: BoundPlan | None, timing: bool) -> SparseDecoder | None:
-    """The decoder of a plan that is not dense, compiled. Raises NotImplementedError, see SparseDecoder."""
-    if plan is None or plan.is_dense:
+    """The decoder of a plan whose layers select, compiled. Raises NotImplementedError, see SparseDecoder."""
+    if plan is None or not plan.is_sparse:
         return None
     keys = runner.token_to_kv_pool.k_buffer[0]
     layer = next(module for module in runner.model.modules() if isinstance(module, RadixAttention))
@@ -221,6 +225,16 @@ def _unsupported(runner: Any) -> Iterator[str]:
         yield f"the pool's layout is {tuple(key_buffer[0].shape)}, not [slots, heads, head dim]"
     layers = [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
     yield from sorted({reason for layer in layers for reason in unsupported_layer(layer)})
+
+
+def _unshared(plan: BoundPlan, pool: Any) -> Iterator[str]:
+    """What in a plan's sharing of main KV is not computed, or not what the pool holds."""
+    yield from (f"layer plan {plan.name} ({plan.source}): {reason}" for reason in unsupported_sharing(plan))
+    if plan.shared_layers and getattr(pool, "kv_layers", None) != plan.kv_layers:
+        yield (
+            f"layer plan {plan.name} shares KV on layers {list(plan.shared_layers)} and the pool is a "
+            f"{type(pool).__name__} with KV of every layer (only the CPU platform of this package makes the other)"
+        )
 
 
 def unsupported_layer(layer: Any) -> Iterator[str]:

@@ -185,6 +185,7 @@ class BoundPlan(Struct, frozen=True, kw_only=True):
     scorer: Scorer
     layers: tuple[BoundLayer, ...]
     weights_file: str | None = None  # path of scorer.weights
+    trained_sharing: bool = False  # the checkpoint was trained with its kv_from and key_from
     warnings: tuple[str, ...] = ()  # what the plan promises and this project cannot check
 
     @property
@@ -195,6 +196,42 @@ class BoundPlan(Struct, frozen=True, kw_only=True):
     def is_dense(self) -> bool:
         """Every layer runs the model's own attention on its own KV: the plan is the same as no plan."""
         return all(layer.role == "dense" and layer.kv_from is None for layer in self.layers)
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layer whose main KV each layer reads: its own, or that of `kv_from`, which keeps its own."""
+        return tuple(at.layer if at.kv_from is None else at.kv_from for at in self.layers)
+
+    @property
+    def shared_layers(self) -> tuple[int, ...]:
+        """Layers that keep no KV of their own."""
+        return tuple(layer.layer for layer in self.layers if layer.kv_from is not None)
+
+    @property
+    def key_layers(self) -> tuple[int, ...]:
+        """The layer whose index keys each layer would score; layers that score the same main KV have one copy."""
+        first: dict[int, int] = {}
+        for layer in self.layers:
+            if layer.scores and layer.key_from is None:
+                first.setdefault(self.kv_layers[layer.layer], layer.layer)
+        scored = (layer.layer if layer.key_from is None else layer.key_from for layer in self.layers)
+        return tuple(first.get(self.kv_layers[at], at) for at in scored)
+
+    def scores_foreign_keys(self, layer: BoundLayer) -> bool:
+        """A scoring layer whose scores are not of the keys that its attention reads."""
+        source = layer.layer if layer.key_from is None else layer.key_from
+        return layer.scores and self.kv_layers[source] != self.kv_layers[layer.layer]
+
+    def all_dense(self) -> Self:
+        """The model that this plan is a plan of: every layer dense, on the KV that the plan gives it."""
+        layers = (BoundLayer(layer=at.layer, role="dense", kv_from=at.kv_from) for at in self.layers)
+        return msgspec.structs.replace(self, layers=tuple(layers))
+
+    @property
+    def is_lossless(self) -> bool:
+        """The plan computes what the model computes: every layer dense, on its own KV or as it was trained."""
+        dense = all(layer.role == "dense" for layer in self.layers)
+        return dense and (self.trained_sharing or not self.shared_layers)
 
     @property
     def is_sparse(self) -> bool:
@@ -210,9 +247,8 @@ class BoundPlan(Struct, frozen=True, kw_only=True):
 
     @property
     def scanned_layers(self) -> frozenset[int]:
-        """The layers whose keys are scanned over the whole history."""
-        full = (layer for layer in self.layers if layer.role == "full")
-        return frozenset(layer.layer if layer.key_from is None else layer.key_from for layer in full)
+        """The layers whose keys are scanned over the whole history, one of those that read the same main KV."""
+        return frozenset(self.key_layers[layer.layer] for layer in self.layers if layer.role == "full")
 
     def rows_are_dense(self, seq_len: int) -> bool:
         """Whether a row with `seq_len` visible tokens reads everything anyway."""

@@ -101,7 +101,8 @@ class Explanation(Struct, frozen=True, kw_only=True):
     rows_are_dense: bool  # history too short for the plan to apply
     layers: tuple[LayerCost, ...]
     dense_bytes: float
-    kv_bytes_per_token: float  # resident K and V of one token, all layers
+    kv_bytes_per_token: float  # resident K and V of one token, of all layers that keep their own
+    shared_layers: tuple[int, ...]  # that read another layer's KV and keep none
     copy_bytes_per_token: float  # resident index keys beside them
 
     @property
@@ -136,6 +137,12 @@ class Explanation(Struct, frozen=True, kw_only=True):
         return "\n".join([title, *table, *note, total, *self._memory()])
 
     def _memory(self) -> Iterator[str]:
+        if self.shared_layers:
+            num_own = len(self.layers) - len(self.shared_layers)
+            yield (
+                f"{len(self.shared_layers)} layers keep no KV of their own: {self.kv_bytes_per_token:,.0f} bytes per "
+                f"token in place of {self.kv_bytes_per_token * len(self.layers) / num_own:,.0f}"
+            )
         if self.copy_bytes_per_token:
             share = self.copy_bytes_per_token / self.kv_bytes_per_token
             yield (
@@ -173,7 +180,8 @@ def explain(plan: BoundPlan, shape: KVShape, *, num_tokens: int, batch: int) -> 
         rows_are_dense=plan.rows_are_dense(num_tokens),
         layers=tuple(step.cost(layer) for layer in plan.layers),
         dense_bytes=float(batch * plan.num_layers * num_tokens * 2 * shape.key_bytes),
-        kv_bytes_per_token=float(2 * plan.num_layers * shape.key_bytes),
+        kv_bytes_per_token=float(2 * len(set(plan.kv_layers)) * shape.key_bytes),
+        shared_layers=plan.shared_layers,
         copy_bytes_per_token=_copy_bytes(plan, shape),
     )
 
@@ -186,7 +194,7 @@ def _copy_bytes(plan: BoundPlan, shape: KVShape) -> float:
     if plan.scorer.kind == "page_minmax":
         bounds = len(plan.scanned_layers) * shape.index_bytes(plan.scorer)
         return bounds + _PAGE_TOKEN_BYTES + _PAGE_ENTRY_BYTES / plan.scorer.tokens_per_page
-    num_copies = sum(layer.scores and layer.key_from is None for layer in plan.layers)
+    num_copies = len({plan.key_layers[layer.layer] for layer in plan.layers if layer.scores})
     return num_copies * shape.index_bytes(plan.scorer) + _FLAG_BYTES
 
 
@@ -228,13 +236,14 @@ class _Step:
         if dense or layer.attend == "all":
             return 2 * key * self.num_tokens
         own_window = 2 * key * min(layer.own_window, self.num_tokens)
-        keys_were_scored = self._scores_keys(layer) and layer.key_from is None
+        keys_were_scored = self._scores_keys(layer) and not self.plan.scores_foreign_keys(layer)
         return (1 if keys_were_scored else 2) * key * self.final_k + own_window
 
     def _scan(self, layer: BoundLayer) -> float:
         if layer.role != "full":
             return 0.0
-        if layer.attend == "all" and self.plan.scorer.kind == "exact_qk" and layer.key_from is None:
+        foreign = self.plan.scores_foreign_keys(layer)
+        if layer.attend == "all" and self.plan.scorer.kind == "exact_qk" and not foreign:
             return 0.0  # attention reads the same keys anyway
         every = self.plan.selection.refresh_every if self.plan.selection else 1
         # the mean over steps: one scan, then the last pool and what came since

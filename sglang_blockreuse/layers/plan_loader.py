@@ -73,6 +73,7 @@ class LayerPlan:
             scorer=self.spec.scorer,
             layers=layers,
             weights_file=self._weights_file(),
+            trained_sharing=self.spec.model.trained_sharing,
             warnings=tuple(_unproved_promises(self.spec, layers)),
         )
 

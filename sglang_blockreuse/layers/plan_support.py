@@ -23,9 +23,17 @@ def unsupported_plan(plan: BoundPlan, k_pool_SHD: Tensor, num_q_heads: int | Non
     yield from unsupported_scorer(plan, num_kv_heads, head_dim)
     if num_q_heads is not None:
         yield from unsupported_routing(plan, num_kv_heads, num_q_heads)
-    sharing = [layer.layer for layer in plan.layers if layer.kv_from is not None]
-    if sharing:
-        yield f"kv_from on layers {sharing} is not served"
+    yield from unsupported_sharing(plan)
+
+
+def unsupported_sharing(plan: BoundPlan) -> Iterator[str]:
+    """What in a plan's sharing of main KV is not computed, whatever its layers' roles."""
+    windows = [layer.layer for layer in plan.layers if layer.own_window]
+    if windows:
+        yield (
+            f"own_window on layers {windows} is not served: a prefix hit and a copied block bring the shared KV and "
+            "not the layer's own, so its window would depend on how the prompt was computed; leave own_window out"
+        )
 
 
 def unsupported_scorer(plan: BoundPlan, num_kv_heads: int, head_dim: int) -> Iterator[str]:
@@ -40,6 +48,9 @@ def unsupported_scorer(plan: BoundPlan, num_kv_heads: int, head_dim: int) -> Ite
     sharing = [layer.layer for layer in plan.layers if layer.key_from is not None]
     if sharing and scorer.kind in MAPPED:
         yield f"key_from on layers {sharing}: a map of scorer {scorer.kind} is made for a layer's own keys"
+    scored = [layer.layer for layer in plan.layers if layer.scores and layer.kv_from is not None]
+    if scored and scorer.kind in MAPPED:
+        yield f"kv_from on layers {scored}: a map of scorer {scorer.kind} is made for a layer's own keys"
     heads = (scorer.heads, scorer.scan_heads, scorer.rerank_heads or "all")
     if scorer.kind == "learned" and heads != ("layer", "all", "all"):
         yield "scorer learned has one key for all heads, so heads is layer, scan_heads and rerank_heads are all"

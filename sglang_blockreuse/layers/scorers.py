@@ -152,6 +152,6 @@ def make_index_keys(
         if weights is None
         else MappedCopy(num_slots, weights.layers[layer.layer])
         for layer in plan.layers
-        if layer.scores and layer.key_from is None
+        if layer.scores and plan.key_layers[layer.layer] == layer.layer
     }
     return IndexKeys(copies, num_slots, strict=strict)

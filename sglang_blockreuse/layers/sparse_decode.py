@@ -77,6 +77,7 @@ class SparseDecoder:
             num_heads if heads == "kv_head" else 1 for heads in (plan.scorer.heads, plan.scorer.lends)
         )
         self.plan, self.selection = plan, plan.selection
+        self.key_layers = plan.key_layers
         self.k_pools = k_pools  # [S, H, D] of every layer: `key_from` scores those of another one
         self.geometry = Geometry(k_pool_SHD.dtype, num_heads, num_q_heads // num_heads, head_dim)
         self.state = ShareState(plan, num_requests, num_lists, num_lent=num_lent, strict=strict)
@@ -277,9 +278,9 @@ class SparseDecoder:
         rerank: bool,
     ) -> _Scored:
         self.clock.lap("rest")
-        source = layer.layer
-        if layer.key_from is not None:
-            source, k_SHD = layer.key_from, self.k_pools[layer.key_from]
+        source = self.key_layers[layer.layer]
+        if source != layer.layer:
+            k_SHD = self.k_pools[source]
         shares = self.scores.score(source, q, k_SHD, rows, pool, pooled_R, rerank=rerank)
         self.clock.lap("rerank" if pooled_R.all() else "scan")
         return _Scored(rows, pool, pooled_R, *shares)

@@ -7,6 +7,7 @@
     testing_swap_homes: true        read every block at the home of another one of its length
     testing_rank_drift: true        let tensor-parallel ranks other than 0 report another plan
     testing_wrong_rope_base: float  move keys by an unscaled rotary table of this base, until another request is planned
+    testing_rotations: int          move keys by this many times their distance, until another request is planned
     testing_stale: FIELD            spoil this field of what layer groups share about the request, in every step;
                                     "unseen" spoils the positions and stamps them as good
     testing_mute: true              announce no write of KV to the index keys, until another request is admitted
@@ -92,21 +93,27 @@ def same_on_all_ranks(result, manager, req, *args, **kwargs):
     from sglang.srt.runtime_context import get_parallel
     from sglang.srt.utils.rank_consensus_checker import assert_same
 
-    state = req.blockreuse
+    state = getattr(req, "blockreuse", None)
+    if state is None:
+        return  # the request was refused
     if knob(req, "testing_rank_drift") and get_parallel().tp_rank and state.plan is not None:
         state.plan = replace(state.plan, num_repaired=state.plan.num_repaired + 1)
     assert_same("blockreuse plan of %s: %s", req.rid, state.plan)
 
 
-wrong_base = None  # of the request planned last; tests that set it send one request at a time
+# of the request planned last; tests that set them send one request at a time
+wrong_base = None
+rotations = None
 
 
 def note_rope_base(result, manager, req):
-    global wrong_base
-    wrong_base = knob(req, "testing_wrong_rope_base")
+    global wrong_base, rotations
+    wrong_base, rotations = knob(req, "testing_wrong_rope_base"), knob(req, "testing_rotations")
 
 
 def wrong_rope(original, group, old, new):
+    if rotations is not None:
+        new = old + rotations * (new - old)
     base = wrong_base or float(os.environ.get("BLOCKREUSE_TESTING_ROPE_BASE", 0))
     if not base:
         return original(group, old, new)

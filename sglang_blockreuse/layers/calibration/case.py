@@ -5,7 +5,8 @@ Dims: N tokens of the context, R rows behind it, Q query heads, H KV heads, G = 
 
 A row is a decode step whose input token is given. All rows run in one pass, which equals running them one after the
 other: a layer writes the rows' keys and values before it attends, and a row sees the rows before it. The context's KV
-is dense, as prefill is served; the rows' KV is what the plan makes of it.
+is dense, as prefill is served, over the KV that the plan gives each layer (`kv_from`); the rows' KV is what the plan
+makes of it.
 """
 
 from __future__ import annotations
@@ -75,7 +76,11 @@ class Case:
             )
         self._rows, self._targets = tokens[self.num_tokens : -1], tokens[self.num_tokens + 1 :]
         self._positions = torch.arange(self.num_tokens, self.num_tokens + num_rows)
-        self._keys, self._values = model.prefill(tokens[: self.num_tokens], num_rows)
+        self._context = tokens[: self.num_tokens]
+        self._kv_layers: tuple[int, ...] | None = (
+            None  # whose KV each layer of the context read; None: its own
+        )
+        self._keys, self._values = model.prefill(self._context, num_rows)
         keys = torch.arange(self.num_tokens + num_rows)
         self.future = keys > self._positions[:, None]  # bool [R, J], keys that a row does not see
         self.dense, _ = self.log_probs(None)
@@ -88,15 +93,24 @@ class Case:
             )
 
     def figures(self, plan: BoundPlan) -> Figures:
-        return self.compare(self.log_probs(plan)[0])
+        baseline = baseline_of(plan)
+        dense = self.dense if baseline is None else self.log_probs(baseline)[0]
+        return self.compare(self.log_probs(plan)[0], dense)
 
-    def compare(self, log_probs: Tensor) -> Figures:
-        at = self._targets[:, None]
+    def compare(self, log_probs: Tensor, dense: Tensor | None = None) -> Figures:
+        at, dense = self._targets[:, None], self.dense if dense is None else dense
         return Figures(
-            kl_R=(self.dense.exp() * (self.dense - log_probs)).sum(-1).clamp_min(0),
-            nll_R=(self.dense - log_probs).gather(1, at)[:, 0],
-            agrees_R=self.dense.argmax(-1) == log_probs.argmax(-1),
+            kl_R=(dense.exp() * (dense - log_probs)).sum(-1).clamp_min(0),
+            nll_R=(dense - log_probs).gather(1, at)[:, 0],
+            agrees_R=dense.argmax(-1) == log_probs.argmax(-1),
         )
+
+    def _enter(self, plan: BoundPlan | None) -> None:
+        """Prefill the context anew where this plan shares its KV in another way than the one before."""
+        kv_layers = plan.kv_layers if plan is not None and plan.shared_layers else None
+        if kv_layers != self._kv_layers:
+            self._keys, self._values = self.model.prefill(self._context, self.num_rows, kv_layers)
+            self._kv_layers = kv_layers
 
     def log_probs(
         self,
@@ -110,6 +124,7 @@ class Case:
 
         With `since` the layers before it are taken from `trace`, that of a plan which agrees with this one there.
         """
+        self._enter(plan)
         model, new = self.model, Trace([], [])
         hidden, chosen = model.embed(self._rows), dict[tuple[int, str], Tensor]()
         if since and trace is not None:
@@ -124,8 +139,9 @@ class Case:
     def layer_alone(self, layer: int, dense: Trace, plan: BoundPlan) -> Tensor:
         """The layer's output under a plan on the inputs of dense decode, its anchors on theirs.
 
-        `dense` is the trace of dense decode. The rows' KV is left as this pass wrote it.
+        `dense` is the trace of the plan's baseline. The rows' KV is left as this pass wrote it.
         """
+        self._enter(baseline_of(plan))
         chosen: dict[tuple[int, str], Tensor] = {}
         lenders: list[int] = []
         bound = plan.layers[layer]
@@ -146,8 +162,10 @@ class Case:
     ) -> Tensor:
         model = self.model
         q, k, v = model.qkv(layer, hidden, self._positions)
-        keys, values = self._keys[layer], self._values[layer]
-        keys[:, self.num_tokens :], values[:, self.num_tokens :] = k, v
+        source = layer if plan is None else plan.kv_layers[layer]
+        keys, values = self._keys[source], self._values[source]
+        if source == layer:
+            keys[:, self.num_tokens :], values[:, self.num_tokens :] = k, v
         logits = self._grouped(q) @ keys.transpose(1, 2) * model.head_dim**-0.5
         logits_QRJ = logits.view(model.num_q_heads, self.num_rows, -1)
         # only rows' own keys can lie in a row's future
@@ -215,6 +233,11 @@ class Case:
         return (positions < selection.sink) | (positions > self._positions[:, None] - selection.window)
 
 
+def baseline_of(plan: BoundPlan) -> BoundPlan | None:
+    """What a plan is compared with: dense decode (None), on shared KV where the checkpoint was trained for that."""
+    return plan.all_dense() if plan.shared_layers and plan.trained_sharing else None
+
+
 def is_plain(plan: BoundPlan) -> bool:
     """All heads score the layer's own keys, layers lend one list, every full layer in every step."""
     scorer = plan.scorer
@@ -239,6 +262,9 @@ def by_kind(cases: Sequence[Case], parts: Sequence[Figures]) -> dict[str, Figure
 
 def evaluate(cases: Sequence[Case], plan: BoundPlan) -> list[Figures]:
     """Each case under a plan. Raises ValueError for a plan that it would compute wrongly."""
+    windows = [layer.layer for layer in plan.layers if layer.own_window]
+    if windows:
+        raise ValueError(f"plan {plan.name}: own_window on layers {windows} is not evaluated")
     for case in cases:
         case.check(plan)
     return [case.figures(plan) for case in cases]

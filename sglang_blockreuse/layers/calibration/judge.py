@@ -39,6 +39,17 @@ class Judged:
     def worst(self) -> str:
         return max(self.by_kind, key=lambda kind: self.by_kind[kind].kl)
 
+    @property
+    def caveat(self) -> str | None:
+        """Why no figure of this plan makes it lossless, where its layers read KV that they were not trained on."""
+        if not self.plan.shared_layers or self.plan.trained_sharing:
+            return None
+        return (
+            f"{self.name} is not lossless, whatever its figures: layers {list(self.plan.shared_layers)} read another "
+            "layer's KV (kv_from), in prefill too, and the checkpoint was not trained for it. The figures say what "
+            "that costs on these texts."
+        )
+
     def row(self) -> dict[str, Any]:
         pattern = pattern_of(self.plan)
         return {
@@ -47,6 +58,8 @@ class Judged:
             "k": self.num_chosen,
             "pool_size": self.plan.selection.pool_size if self.plan.selection else None,
             "pattern": pattern,
+            "lossless": self.plan.is_lossless,
+            "shared_layers": list(self.plan.shared_layers),
             "num_full": num_full(pattern),
             "byte_ratio": round(self.byte_ratio, 4),
             **{name: round(value, 5) for name, value in _numbers(self.total).items()},

@@ -6,6 +6,7 @@ Dims: N tokens, Q query heads, H KV heads, D head dim, C hidden size, L layers
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +69,23 @@ class Llama:
         x = F.rms_norm(hidden_NC, hidden_NC.shape[-1:], self._weights["model.norm.weight"], self._epsilon)
         return F.linear(x, self._head).log_softmax(-1)
 
-    def prefill(self, ids_N: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Dense K and V [L, H, N + num_rows, D] of a prompt, with room for rows that follow it."""
+    def prefill(
+        self, ids_N: Tensor, num_rows: int, kv_layers: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Dense K and V [L, H, N + num_rows, D] of a prompt, with room for rows that follow it.
+
+        kv_layers: the layer whose K and V each layer reads; what layers that read another's would have is left out.
+        """
         num_tokens = ids_N.numel()
         shape = (self.num_layers, self.num_kv_heads, num_tokens + num_rows, self.head_dim)
         keys, values = torch.zeros(shape), torch.zeros(shape)
         hidden, positions = self.embed(ids_N), torch.arange(num_tokens)
         for layer in range(self.num_layers):
             q, k, v = self.qkv(layer, hidden, positions)
-            keys[layer, :, :num_tokens], values[layer, :, :num_tokens] = k, v
+            source = layer if kv_layers is None else kv_layers[layer]
+            if source == layer:
+                keys[layer, :, :num_tokens], values[layer, :, :num_tokens] = k, v
+            k, v = keys[source, :, :num_tokens], values[source, :, :num_tokens]
             out = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[
                 0
             ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..plan import BoundPlan
-from .case import Case
+from .case import Case, baseline_of
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Replay:
 
 def replay(case: Case, plan: BoundPlan) -> Replay:
     """Both errors of one case."""
-    _, dense = case.log_probs(None)
+    _, dense = case.log_probs(baseline_of(plan))
     alone = [case.layer_alone(layer, dense, plan) for layer in range(case.model.num_layers - 1)]
     _, served = case.log_probs(plan)
     return Replay(

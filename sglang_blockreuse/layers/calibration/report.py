@@ -55,6 +55,8 @@ class Report:
         lines += [f"{key}: {value}  " for key, value in self.options.items()]
         for k in sorted({judged.num_chosen for judged in self.judged}):
             lines += ["", f"## {self.texts}, k = {k}", "", *self._table(k)]
+        for caveat in dict.fromkeys(judged.caveat for judged in self.judged):
+            lines += ["", caveat] if caveat else []
         if self.overlap is not None:
             lines += [
                 "",

@@ -71,7 +71,7 @@ class ScoredCase(Case):
 
     def _scored(self, layer: BoundLayer, plan: BoundPlan, selection: Selection) -> _Scored:
         source = layer.layer if layer.key_from is None else layer.key_from
-        q_QRD, k_HJD = self._queries.last_QRD, self._keys[source]
+        q_QRD, k_HJD = self._queries.last_QRD, self._keys[plan.kv_layers[source]]
         q_QRC, k_EJC = q_QRD, k_HJD
         if plan.scorer.kind == "int4_keys":
             k_EJC = dequantise_int4(quantise_int4(k_HJD.transpose(0, 1))).transpose(0, 1)

@@ -61,7 +61,7 @@ def bench(name: str, words: str) -> tuple[str, ...]:
     return ("bench", name, "--out", "{out}", *words.split())
 
 
-PLANS = ("reuse", "pool", "pool-6", "pool-wide", "three-role")
+PLANS = ("reuse", "reuse-9", "pool", "pool-8", "three-role")
 
 STAGES = (
     Stage("demo", ("demo", "--out", "{out}"), "results.json", "ttft.png"),
@@ -116,11 +116,11 @@ STAGES = (
     ),
     Stage(
         "layer-plan",
-        bench("layer-plan", "--plan smollm2-135m-pool-wide --batch 1 8 --context 2048 4096 7500 --stock"),
+        bench("layer-plan", "--plan smollm2-135m-three-role --batch 1 8 --context 2048 4096 7500 --stock"),
         "layer-plan.jsonl",
         "layer-plan.png",
     ),
-    Stage("retrieval", bench("retrieval", "--plan smollm2-135m-pool-wide-256"), "retrieval.jsonl"),
+    Stage("retrieval", bench("retrieval", "--plan smollm2-135m-three-role-256"), "retrieval.jsonl"),
     Stage(
         "attention",
         ("bench", "attention", "--json", "{out}/attention.json"),

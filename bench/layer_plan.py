@@ -73,7 +73,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bench layer-plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--plan", default="smollm2-135m-pool-wide", metavar="NAME|PATH")
+    parser.add_argument("--plan", default="smollm2-135m-three-role", metavar="NAME|PATH")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--batch", type=int, nargs="+", default=[8])
     parser.add_argument("--context", type=int, nargs="+", default=[7500])

@@ -50,7 +50,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="bench retrieval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     launch.add_server_arguments(parser, max_total_tokens=8000)
-    parser.add_argument("--plan", default="smollm2-135m-three-role", metavar="NAME|PATH")
+    parser.add_argument("--plan", default="smollm2-135m-three-role-256", metavar="NAME|PATH")
     parser.add_argument(
         "--cases", type=int, default=50, help="of each kind, that dense decode answers (default: 50)"
     )

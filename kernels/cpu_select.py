@@ -87,11 +87,15 @@ def keep(
     pooled_R: Any,
     work_RQW: Any,
     sinks: int,
-    window: int,
+    window: Any,
     out: Table,
 ) -> None:
-    """Writes the best positions of every row into `out`, as many as its rows hold or the row has."""
-    _keeper()(rows.requests_R, rows.lens_R, rows.slot_table, *pool, pooled_R, work_RQW, sinks, window, *out)
+    """Writes the best positions of every row into `out`, as many as its rows hold or the row has.
+
+    The first `sinks` positions and the last `window` (one number, or int32 [R]) come before all others.
+    """
+    window_R = np.full(len(rows.requests_R), window, np.int32) if np.isscalar(window) else window
+    _keeper()(rows.requests_R, rows.lens_R, rows.slot_table, *pool, pooled_R, work_RQW, sinks, window_R, *out)
 
 
 def extend(rows: Rows, pool: Table, seen_R: Any, out: Table) -> None:
@@ -221,7 +225,7 @@ def _keeper() -> Callable[..., None]:
                 bits[j] = to_bits(score[j])
             for j in range(length):
                 position = positions[request, x, j] if pooled[r] else j
-                if position < sinks or position >= lens[r] - window:
+                if position < sinks or position >= lens[r] - window[r]:
                     bits[j] = np.uint32(0xFFFFFFFF)
             size = min(out.shape[2], length)
             threshold, num_equal = threshold_of(bits, size)

@@ -64,3 +64,6 @@ MOVED_KEY = (2e-5, 0.0)
 
 # The identity chapter's own bar for a two-layer decoder in float64; it measured 2.2e-16.
 CHAPTER = (1e-10, 1e-10)
+
+# KL of the first answer token, sparse repair against dense repair of the same request.
+SPARSE_REPAIR_KL = 10.0

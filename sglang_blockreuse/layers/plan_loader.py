@@ -72,6 +72,7 @@ class LayerPlan:
             selection=self.spec.selection,
             scorer=self.spec.scorer,
             layers=layers,
+            prefill=self.spec.prefill,
             weights_file=self._weights_file(),
             warnings=tuple(_unproved_promises(self.spec, layers)),
         )
@@ -145,7 +146,7 @@ def _canonical(spec: PlanSpec) -> dict[str, Any]:
     """What the plan means, without defaults: equal plans give equal dicts, however their ranges are cut."""
     content: dict[str, Any] = msgspec.to_builtins(spec)
     content.get("scorer", {}).pop("weights", None)  # its digest says what is in it
-    kept = {key: content[key] for key in ("model", "selection", "scorer") if content.get(key)}
+    kept = {key: content[key] for key in ("model", "selection", "scorer", "prefill") if content.get(key)}
     return {**kept, "layers": list(_merged(spec))}
 
 

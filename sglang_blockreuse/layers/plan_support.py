@@ -22,6 +22,8 @@ def unsupported_plan(plan: BoundPlan, k_pool_SHD: Tensor) -> Iterator[str]:
     sharing = [layer.layer for layer in plan.layers if layer.kv_from is not None]
     if sharing:
         yield f"kv_from on layers {sharing} is not served"
+        if plan.prefill == "sparse":
+            yield "prefill: sparse is not served together with kv_from"
 
 
 def unsupported_scorer(plan: BoundPlan, num_kv_heads: int, head_dim: int) -> Iterator[str]:

@@ -29,7 +29,7 @@ from ..kernels.cpu_numba import as_array
 from ..kernels.cpu_select import Geometry, Rows, Table
 from ..metrics import Metrics
 from .decode_counts import StepCounter
-from .decode_step import NO_BIAS, NO_TAGS, Batch, Step, subset
+from .decode_step import NO_BIAS, NO_TAGS, Batch, DenseRows, SparseRows, Step, subset
 from .plan import BoundLayer, BoundPlan
 from .plan_support import unsupported_plan
 from .scorers import Scores, make_index_keys
@@ -87,6 +87,8 @@ class SparseDecoder:
         if plan.selection.refresh_every > 1:
             size = (plan.selection.pool_size or 0) + plan.selection.refresh_every
             self.extended = Table.empty(num_requests, num_lists, size)
+        # windows by request slot (int32), where rows differ in what is forced
+        self.windows_B: Any = None
         self._counter = StepCounter(plan)
 
     # -- steps -------------------------------------------------------------------------------
@@ -100,8 +102,7 @@ class SparseDecoder:
         self.clock.begin(self.metrics)
         if not sparse_T.any():
             return None
-        # numba's setting belongs to a thread, and PyTorch's may change
-        numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+        share_threads()
         step = Step(batch, sparse_T)
         self.state.begin(step.rows.requests_R, np.asarray(batch.row_ids)[step.sparse], step.rows.lens_R)
         self.scores.begin(len(step.sparse), int(step.rows.lens_R.max()))
@@ -145,24 +146,20 @@ class SparseDecoder:
             plan = step.dense_plan(every_row=True)
             run_attention(plan, q_TQD, k_SHD, v_SHD, out_TQD, scale=scale, workspace=self.workspace)
         elif not step.all_sparse:
-            self._run_dense_rows(step, q_TQD, k_SHD, v_SHD, out_TQD, scale)
+            self.run_dense_rows(step, q_TQD, k_SHD, v_SHD, out_TQD, scale)
         self.clock.lap("dense")
         if layer.role == "dense":
             return
-        num_tokens = len(step.batch.requests)
+        num_tokens = step.num_tokens
         q_RQD = q_TQD[:num_tokens] if step.all_sparse else q_TQD[step.sparse_R]
         q, keys, values = (q_RQD.float() * scale).numpy(), as_array(k_SHD), as_array(v_SHD)
-        if layer.scores and layer.key_from is None and self.keys is not None:
-            num_stale = self.keys.refresh(layer.layer, k_SHD)
-            self.clock.lap("copy")
-            if num_stale:
-                self.metrics.add("decode_stale_keys_total", num_stale)
-        chosen = list(self._select(layer, step, q, k_SHD))
+        self.refresh_keys(layer, k_SHD)
+        chosen = list(self.select(layer, step, q, k_SHD))
         if layer.attend == "all":
             return
         out_RQD = torch.empty(q_RQD.shape, dtype=torch.float32)
         self.clock.lap("rest")
-        self._attend(chosen, q, keys, values, out_RQD.numpy())
+        self.attend(chosen, q, keys, values, out_RQD.numpy())
         self.clock.lap("attention")
         if step.all_sparse:
             out_TQD[:num_tokens] = out_RQD
@@ -170,19 +167,29 @@ class SparseDecoder:
         else:
             out_TQD[step.sparse_R] = out_RQD.to(out_TQD.dtype)
 
-    def _run_dense_rows(
-        self, step: Step, q_TQD: Tensor, k_SHD: Tensor, v_SHD: Tensor, out_TQD: Tensor, scale: float
+    def run_dense_rows(
+        self, step: DenseRows, q_TQD: Tensor, k_SHD: Tensor, v_SHD: Tensor, out_TQD: Tensor, scale: float
     ) -> None:
         q_NQD = q_TQD[step.dense_N]
         out_NQD = torch.empty_like(q_NQD)
         plan = step.dense_plan(every_row=False)
         run_attention(plan, q_NQD, k_SHD, v_SHD, out_NQD, scale=scale, workspace=self.workspace)
-        out_TQD[len(step.batch.requests) :] = 0
+        out_TQD[step.num_tokens :] = 0
         out_TQD[step.dense_N] = out_NQD
 
-    def _attend(
+    def refresh_keys(self, layer: BoundLayer, k_SHD: Tensor) -> None:
+        """Bring the index keys of the forward's rows up to date, once the layer has written its keys."""
+        if not layer.scores or layer.key_from is not None or self.keys is None:
+            return
+        num_stale = self.keys.refresh(layer.layer, k_SHD)
+        self.clock.lap("copy")
+        if num_stale:
+            self.metrics.add("decode_stale_keys_total", num_stale)
+
+    def attend(
         self, chosen: Sequence[tuple[Any, Rows, Table]], q: Any, keys: Any, values: Any, out: Any
     ) -> None:
+        """Attention of float32 queries, which carry the scale, over what `select` gave, into `out`."""
         if len(chosen) == 1:
             _, rows, table = chosen[0]
             cpu_sparse.attend(self.geometry, q, keys, values, rows, table, out)
@@ -194,8 +201,8 @@ class SparseDecoder:
 
     # -- roles -------------------------------------------------------------------------------
 
-    def _select(
-        self, layer: BoundLayer, step: Step, q: Any, k_SHD: Tensor
+    def select(
+        self, layer: BoundLayer, step: SparseRows, q: Any, k_SHD: Tensor
     ) -> Iterator[tuple[Any, Rows, Table]]:
         """(rows of the step, the same as Rows, the table that holds their indices), disjoint and complete."""
         every = slice(None)
@@ -219,7 +226,7 @@ class SparseDecoder:
             if len(fresh):
                 yield fresh, subset(step.rows, fresh), table
 
-    def _full(self, layer: BoundLayer, step: Step, q: Any, k_SHD: Tensor) -> Table:
+    def _full(self, layer: BoundLayer, step: SparseRows, q: Any, k_SHD: Tensor) -> Table:
         rows, state = step.rows, self.state
         candidates, pooled_R = state.own, step.history_R
         if self.extended is not None:
@@ -237,7 +244,7 @@ class SparseDecoder:
                 scored = self._score(layer, q, k_SHD, rows, pool, every_R, rerank=True)
         return self._keep_indices(layer, scored)
 
-    def _resume(self, layer: BoundLayer, step: Step, extended: Table) -> Any:
+    def _resume(self, layer: BoundLayer, step: SparseRows, extended: Table) -> Any:
         """Fill `extended` with the layer's last pools and what came since; uint8 [R], 0: the row scans."""
         table, seen_R, age_R = self.state.resume(layer)
         cpu_select.extend(step.rows, table, seen_R, extended)
@@ -278,8 +285,14 @@ class SparseDecoder:
 
     def _keep(self, scored: _Scored, out: Table, *, part: str = "top_k") -> None:
         self.clock.lap("rest")
-        cpu_select.keep(*scored, self.selection.sink, self.selection.window, out)
+        window = self.selection.window if self.windows_B is None else self.windows_B[scored.rows.requests_R]
+        cpu_select.keep(*scored, self.selection.sink, window, out)
         self.clock.lap(part)
+
+
+def share_threads() -> None:
+    """Compiled kernels take as many threads as PyTorch: numba's setting belongs to a thread, PyTorch's may change."""
+    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
 
 
 def warm_up(decoder: SparseDecoder, k_pool_SHD: Tensor, num_q_heads: int) -> None:

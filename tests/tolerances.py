@@ -66,4 +66,4 @@ MOVED_KEY = (2e-5, 0.0)
 CHAPTER = (1e-10, 1e-10)
 
 # KL of the first answer token, sparse repair against dense repair of the same request.
-SPARSE_REPAIR_KL = 10.0
+SPARSE_REPAIR_KL = 1e-3

@@ -6,7 +6,7 @@ import pytest
 
 from sglang_blockreuse.layers.plan import Scorer, Selection
 from sglang_blockreuse.layers.plan_explain import KVShape, explain
-from sglang_blockreuse.layers.plan_loader import load_plan
+from sglang_blockreuse.layers.plan_loader import load_plan, parse_plan
 from sglang_blockreuse.layers.presets import every, hybrid_oracle, index_cache, wide_pool, yoco
 
 LLAMA_8B = KVShape(num_kv_heads=8, head_dim=128)
@@ -129,3 +129,14 @@ def test_the_table_and_the_dict_say_the_same():
 def test_sizes_below_one_are_refused(num_tokens, batch):
     with pytest.raises(ValueError, match="at least 1"):
         explain(load_plan("full").bind(1, None), LLAMA_8B, num_tokens=num_tokens, batch=batch)
+
+
+def test_sparse_repair_is_told():
+    plans = [reuse(4, INT4), parse_plan(reuse(4, INT4).to_yaml() + "prefill: sparse\n", "plan.yaml")]
+    dense, sparse = (
+        explain(plan.bind(NUM_LAYERS, None), LLAMA_8B, num_tokens=32768, batch=1) for plan in plans
+    )
+    assert (dense.to_dict()["prefill"], sparse.to_dict()["prefill"]) == ("dense", "sparse")
+    assert "repair" not in dense.to_text()
+    assert "tokens that repair reused blocks attend under this plan" in sparse.to_text()
+    assert [cost.total_bytes for cost in dense.layers] == [cost.total_bytes for cost in sparse.layers]

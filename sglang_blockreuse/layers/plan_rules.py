@@ -27,8 +27,8 @@ def resolve(spec: PlanSpec, source: str, num_layers: int | None) -> tuple[BoundL
     """
     _check_selection(spec, source)
     _check_scorer(spec, source)
-    _check_prefill(spec, source)
     owner = _expand(spec, source, num_layers)
+    _check_prefill(spec, source)
     layers = tuple(BoundLayer.from_entry(i, spec.layers[owner[i]]) for i in range(len(owner)))
     _check_first_sparse(layers, owner, source)
     for layer in layers:

@@ -120,6 +120,7 @@ STAGES = (
         "layer-plan.jsonl",
         "layer-plan.png",
     ),
+    Stage("retrieval", bench("retrieval", "--plan smollm2-135m-pool-wide-256"), "retrieval.jsonl"),
     Stage(
         "attention",
         ("bench", "attention", "--json", "{out}/attention.json"),

@@ -19,6 +19,7 @@ import argparse
 import concurrent.futures
 import contextlib
 import itertools
+import json
 import random
 import statistics
 import sys
@@ -34,6 +35,8 @@ from records import Log, plain
 from tqdm import tqdm
 
 from sglang_blockreuse.demo import environment
+from sglang_blockreuse.layers.plan_explain import KVShape, explain
+from sglang_blockreuse.layers.plan_loader import load_plan
 from sglang_blockreuse.server_process import Server
 
 MODES = {"dense": "exact", "plan": "off", "stock": None}
@@ -127,7 +130,17 @@ def measure(
     spent = {
         key: 1e3 * (after - seconds.get(key, 0.0)) / steps for key, after in seconds_of(ours).items() if after
     }
-    log.add({"record": "breakdown", **vars(case), "steps": steps, "ms_per_step": spent})
+    cost = bytes_of(case, options)
+    log.add({"record": "breakdown", **vars(case), "steps": steps, "ms_per_step": spent, "bytes": cost})
+
+
+def bytes_of(case: Case, options: argparse.Namespace) -> dict[str, float]:
+    """Keys and values that a step reads, by the plan and by dense decode."""
+    config = json.loads((options.model / "config.json").read_text())
+    shape = KVShape.of_config(config, kv_element_bytes=4 if options.dtype == "float32" else 2)
+    plan = load_plan(options.plan).bind(config["num_hidden_layers"], config["architectures"][0])
+    cost = explain(plan, shape, num_tokens=case.context, batch=case.batch)
+    return {"plan": cost.total_bytes, "dense": cost.dense_bytes}
 
 
 def seconds_of(server: Server) -> dict[str, float]:

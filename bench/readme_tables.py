@@ -235,16 +235,35 @@ def layer_plan(found: Sequence[Record]) -> str:
     return "\n".join([*lines, "", where(found[0])])
 
 
+def retrieval(found: Sequence[Record]) -> str:
+    """Of the questions that dense decode answers, those to which the plan says the same."""
+    options, cases = found[0]["options"], [r for r in found if r["record"] == "case"]
+    lines = [
+        f"| under `{options['plan']}` | asked | dense decode is right | the plan says the same |",
+        "|---|---|---|---|",
+    ]
+    for kind in (*dict.fromkeys(r["kind"] for r in cases), "all"):
+        mine = [r for r in cases if kind in (r["kind"], "all")]
+        right = [r for r in mine if r["right"]]
+        same = sum(r["same"] for r in right)
+        lines.append(f"| {kind} | {len(mine)} | {len(right)} | {same} ({same / len(right):.0%}) |")
+    low, high = options["lengths"]
+    text = f"Contexts of {low:,} to {high:,} tokens, {options['per_context']} questions on each."
+    return "\n".join([*lines, "", text, "", where(found[0], seed=options["seed"])])
+
+
 def attention(found: Sequence[Record]) -> str:
+    """The served dtype; the records hold float32 beside it."""
     (run,) = found
     lines = [
-        "| case, requests × keys | dtype | torch_native | ours | ratio of attention | with linear layers |",
-        "|---|---|---|---|---|---|",
+        "| case, requests × keys | torch_native | ours | ratio of attention | with linear layers |",
+        "|---|---|---|---|---|",
     ]
     lines += [
-        f"| {r['case']} | {r['dtype']} | {r['stock_ms']:.1f} ms | {r['ours_ms']:.1f} ms | {r['attention_ratio']:.2f} "
+        f"| {r['case']} | {r['stock_ms']:,.0f} ms | {r['ours_ms']:,.0f} ms | {r['attention_ratio']:.2f} "
         f"| {r['model_ratio']:.2f} |"
         for r in run["results"]
+        if r["dtype"] == "bfloat16"
     ]
     return "\n".join([*lines, "", where(run)])
 
@@ -275,6 +294,7 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Record]], str]]] = {
     "unmarked": ("unmarked.jsonl.gz", serving),
     "plans": ("plans.json.gz", plans),
     "layer-plan": ("layer-plan.jsonl.gz", layer_plan),
+    "retrieval": ("retrieval.jsonl.gz", retrieval),
     "attention": ("attention.json.gz", attention),
     "soak": ("soak.jsonl.gz", soak),
 }

@@ -30,7 +30,7 @@ def tables(records: Sequence[Record]) -> str:
         f"### Decode under `{options['plan']}`, {options['dtype']}\n\n"
         f"{options['repeats']} turns of {options['tokens']} tokens per mode and case; {machine(head)}",
         ratio_table(records),
-        *(breakdown_table(records, case) for case in cases_of(records)),
+        *(breakdown_table(records, case) for case in cases_of(records) if breakdown(records, case)),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -67,7 +67,19 @@ def breakdown_table(records: Sequence[Record], case: Key) -> str:
         if any(cells):
             lines.append(f"| {part} | {' | '.join(f'{ms:.2f}' for ms in (*cells, sum(cells)))} |")
     lines.append(f"| outside | {' | ' * len(roles)}{outside(records, case):.2f} |")
+    read = next(r["bytes"] for r in records if r["record"] == "breakdown" and is_case(r, case))
+    own_ms = sum(ms for (part, _), ms in spent.items() if part != "between")
+    lines += [
+        "",
+        f"A step reads {read['plan'] / 1e6:,.0f} MB of keys and values under the plan and "
+        f"{read['dense'] / 1e6:,.0f} MB dense. Everything but `between` and `outside` is the plan's: {own_ms:.1f} ms, "
+        f"{read['plan'] / own_ms / 1e6:.1f} GB/s.",
+    ]
     return "\n".join(lines)
+
+
+def is_case(record: Record, case: Key) -> bool:
+    return (record["batch"], record["context"]) == case
 
 
 def by_part(records: Sequence[Record], case: Key) -> dict[str, float]:
@@ -131,7 +143,7 @@ def turns(records: Sequence[Record], case: Key, mode: str) -> dict[int, float]:
     return {
         r["repeat"]: r["tpot_ms"]
         for r in records
-        if r["record"] == "turn" and (r["batch"], r["context"]) == case and r["mode"] == mode
+        if r["record"] == "turn" and is_case(r, case) and r["mode"] == mode
     }
 
 
@@ -142,6 +154,6 @@ def ratio(records: Sequence[Record], case: Key, mode: str) -> Estimate:
 def breakdown(records: Sequence[Record], case: Key) -> dict[tuple[str, str], float]:
     """ms per step by (part, role); nothing where the run was stopped before."""
     for r in records:
-        if r["record"] == "breakdown" and (r["batch"], r["context"]) == case:
+        if r["record"] == "breakdown" and is_case(r, case):
             return {tuple(key.split()): ms for key, ms in r["ms_per_step"].items()}  # type: ignore[misc]
     return {}

@@ -15,20 +15,28 @@ from typing import Any
 
 import numpy as np
 
-from .cpu_numba import REORDER, half_loader
-from .cpu_select import CHUNK, Rows, Table, shares_of
+from .cpu_numba import half_loader
+from .cpu_scan import PLAIN, Mix, run
+from .cpu_select import Rows, Table
 
 NO_RANGES = np.zeros((0, 0, 4), np.uint16)
 
 
 def score(
-    q_RQC: Any, codes_SEB: Any, ranges_SE4: Any, rows: Rows, pool: Table, pooled_R: Any, work_RQW: Any
+    q_RQC: Any,
+    codes_SEB: Any,
+    ranges_SE4: Any,
+    rows: Rows,
+    pool: Table,
+    pooled_R: Any,
+    work_RQW: Any,
+    mix: Mix = PLAIN,
 ) -> None:
     """As `cpu_select.score`, over `codes_SEB` (uint8) and `ranges_SE4` (float16 as uint16, or NO_RANGES)."""
     _, num_heads, num_bytes = codes_SEB.shape
-    group = q_RQC.shape[1] // num_heads
-    _kernel(num_heads, group, num_bytes)(q_RQC, codes_SEB, ranges_SE4, *rows, *pool, pooled_R, work_RQW)
-    shares_of(q_RQC.shape[1])(rows.requests_R, rows.lens_R, pool.counts, pooled_R, work_RQW)
+    sizes = (num_heads, q_RQC.shape[1] // num_heads, 2 * num_bytes)
+    keys = (codes_SEB, ranges_SE4)
+    run(_fill(num_bytes), sizes, keys, q_RQC, rows, pool, pooled_R, work_RQW, mix)
 
 
 def missing(rows: Rows, current_S: Any, phase: int, period: int) -> tuple[Any, Any]:
@@ -38,44 +46,26 @@ def missing(rows: Rows, current_S: Any, phase: int, period: int) -> tuple[Any, A
 
 
 @functools.cache
-def _kernel(num_heads: int, group: int, num_bytes: int) -> Callable[..., None]:
+def _fill(num_bytes: int) -> Any:
+    """Unpacks a key of `num_bytes` bytes."""
     import numba
 
     to_float = half_loader()
 
-    @numba.njit(parallel=True, nogil=True, error_model="numpy", fastmath=REORDER)
-    def logits(
-        q, codes, ranges, requests, lens, slot_table, tags, bias, positions, slots, counts, pooled, work
-    ):
-        num_chunks = (work.shape[2] + CHUNK - 1) // CHUNK
-        for task in numba.prange(requests.shape[0] * num_chunks):
-            r = task // num_chunks
-            request = requests[r]
-            length = counts[request] if pooled[r] else lens[r]
-            first = (task % num_chunks) * CHUNK
-            key = np.empty(2 * num_bytes, np.float32)
-            for j in range(first, min(first + CHUNK, length)):
-                for h in range(num_heads):
-                    x = h if positions.shape[1] > 1 else 0
-                    slot = slots[request, x, j] if pooled[r] else slot_table[request, j]
-                    term = bias[tags[slot]] if tags.shape[0] else np.float32(0)
-                    step_0 = step_1 = np.float32(1)
-                    low_0 = low_1 = np.float32(0)
-                    if ranges.shape[0]:
-                        step_0, low_0 = to_float(ranges[slot, h, 0]), to_float(ranges[slot, h, 1])
-                        step_1, low_1 = to_float(ranges[slot, h, 2]), to_float(ranges[slot, h, 3])
-                    for b in range(num_bytes):
-                        # 32-bit integers, or the loop does not vectorise
-                        code = np.int32(codes[slot, h, b])
-                        key[b] = np.float32(code & np.int32(15)) * step_0 + low_0
-                        key[num_bytes + b] = np.float32(code >> np.int32(4)) * step_1 + low_1
-                    for g in range(h * group, h * group + group):
-                        dot = np.float32(0)
-                        for c in range(2 * num_bytes):
-                            dot += q[r, g, c] * key[c]
-                        work[r, g, j] = dot + term
+    @numba.njit(inline="always")
+    def fill(codes, ranges, slot, e, key):
+        step_0 = step_1 = np.float32(1)
+        low_0 = low_1 = np.float32(0)
+        if ranges.shape[0]:
+            step_0, low_0 = to_float(ranges[slot, e, 0]), to_float(ranges[slot, e, 1])
+            step_1, low_1 = to_float(ranges[slot, e, 2]), to_float(ranges[slot, e, 3])
+        for b in range(num_bytes):
+            # 32-bit integers, or the loop does not vectorise
+            code = np.int32(codes[slot, e, b])
+            key[b] = np.float32(code & np.int32(15)) * step_0 + low_0
+            key[num_bytes + b] = np.float32(code >> np.int32(4)) * step_1 + low_1
 
-    return logits
+    return fill
 
 
 @functools.cache

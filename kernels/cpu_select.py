@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .cpu_numba import REORDER, bit_casts, exponential, loader
+from .cpu_numba import REORDER, bit_casts, loader
+from .cpu_scan import PLAIN, Mix, run
 
-CHUNK = 512  # keys that one task scores
-
+_NO_RANGES = np.zeros((0, 0, 4), np.uint16)  # keys of the pool are what they are
 # what a dot product stands for where a slot's tag hides it; -inf would leave a softmax of hidden keys undefined
 HIDDEN = -1e30
 
@@ -71,14 +71,16 @@ def score(
     pool: Table,
     pooled_R: Any,
     work_RQW: Any,
+    mix: Mix = PLAIN,
 ) -> None:
-    """Fills `work_RQW` (float32) with every head's share of the softmax, at [r, q, j].
+    """Fills `work_RQW` (float32) with every query's share of the softmax, at [r, q, j].
 
     `q_RQD` is float32 and carries the scale. Row r scores its pool (column j is pool position j) where pooled_R[r]
     (uint8) is set, else its whole history (column j is position j).
     """
-    _logits(geometry)(q_RQD, keys_SHD, *rows, *pool, pooled_R, work_RQW)
-    shares_of(q_RQD.shape[1])(rows.requests_R, rows.lens_R, pool.counts, pooled_R, work_RQW)
+    sizes = (geometry.num_kv_heads, geometry.group, geometry.head_dim)
+    keys = (keys_SHD, _NO_RANGES)
+    run(_fill(geometry.dtype), sizes, keys, q_RQD, rows, pool, pooled_R, work_RQW, mix)
 
 
 def keep(
@@ -89,13 +91,21 @@ def keep(
     sinks: int,
     window: Any,
     out: Table,
+    *,
+    page_size: int = 1,
 ) -> None:
     """Writes the best positions of every row into `out`, as many as its rows hold or the row has.
 
-    The first `sinks` positions and the last `window` (one number, or int32 [R]) come before all others.
+    The first `sinks` positions and the last `window` (one number, or int32 [R]) come before all others. `out` has one
+    list, or one per KV head; `pool` has as many, or one for all of them.
+
+    With a `page_size` above 1 a row that scored its history scored its pages: column c stands for the positions
+    from c * page_size on, which all have its score.
     """
     window_R = np.full(len(rows.requests_R), window, np.int32) if np.isscalar(window) else window
-    _keeper()(rows.requests_R, rows.lens_R, rows.slot_table, *pool, pooled_R, work_RQW, sinks, window_R, *out)
+    _keeper(page_size)(
+        rows.requests_R, rows.lens_R, rows.slot_table, *pool, pooled_R, work_RQW, sinks, window_R, *out
+    )
 
 
 def extend(rows: Rows, pool: Table, seen_R: Any, out: Table) -> None:
@@ -127,67 +137,22 @@ def _extender() -> Callable[..., None]:
 
 
 @functools.cache
-def _logits(geometry: Geometry) -> Callable[..., None]:
+def _fill(dtype: torch.dtype) -> Any:
+    """Unpacks a key of the pool."""
     import numba
 
-    num_heads, group, head_dim = geometry[1:]
-    load = loader(geometry.dtype)
+    load = loader(dtype)
 
-    @numba.njit(parallel=True, nogil=True, error_model="numpy", fastmath=REORDER)
-    def logits(q, keys, requests, lens, slot_table, tags, bias, positions, slots, counts, pooled, work):
-        num_chunks = (work.shape[2] + CHUNK - 1) // CHUNK
-        for task in numba.prange(requests.shape[0] * num_chunks):
-            r = task // num_chunks
-            request = requests[r]
-            length = counts[request] if pooled[r] else lens[r]
-            first = (task % num_chunks) * CHUNK
-            key = np.empty(head_dim, np.float32)
-            for j in range(first, min(first + CHUNK, length)):
-                for h in range(num_heads):
-                    x = h if positions.shape[1] > 1 else 0
-                    slot = slots[request, x, j] if pooled[r] else slot_table[request, j]
-                    term = bias[tags[slot]] if tags.shape[0] else np.float32(0)
-                    for d in range(head_dim):
-                        key[d] = load(keys[slot, h, d])
-                    for g in range(h * group, h * group + group):
-                        dot = np.float32(0)
-                        for d in range(head_dim):
-                            dot += q[r, g, d] * key[d]
-                        work[r, g, j] = dot + term
+    @numba.njit(inline="always")
+    def fill(keys, ranges, slot, e, key):
+        for c in range(key.shape[0]):
+            key[c] = load(keys[slot, e, c])
 
-    return logits
+    return fill
 
 
 @functools.cache
-def shares_of(num_q_heads: int) -> Callable[..., None]:
-    """Turns the logits of every query head into its shares of the softmax, in place."""
-    import numba
-
-    exp = exponential()
-
-    @numba.njit(parallel=True, nogil=True, error_model="numpy", fastmath=REORDER)
-    def shares(requests, lens, counts, pooled, work):
-        for task in numba.prange(requests.shape[0] * num_q_heads):
-            r, g = task // num_q_heads, task % num_q_heads
-            length = counts[requests[r]] if pooled[r] else lens[r]
-            logit = work[r, g]
-            highest = np.float32(-np.inf)
-            for j in range(length):
-                highest = max(highest, logit[j])
-            total = np.float32(0)
-            for j in range(length):
-                weight = exp(logit[j] - highest)
-                logit[j] = weight
-                total += weight
-            share = np.float32(1) / total
-            for j in range(length):
-                logit[j] *= share
-
-    return shares
-
-
-@functools.cache
-def _keeper() -> Callable[..., None]:
+def _keeper(page_size: int) -> Callable[..., None]:
     import numba
 
     _, to_bits = bit_casts()
@@ -209,22 +174,25 @@ def _keeper() -> Callable[..., None]:
         out_slots,
         out_counts,
     ):
-        num_lists = positions.shape[1]
+        num_lists = out.shape[1]
         heads_per_list = work.shape[1] // num_lists
         for task in numba.prange(requests.shape[0] * num_lists):
             r, x = task // num_lists, task % num_lists
+            # candidates of one list serve every list
+            c = x if positions.shape[1] > 1 else 0
             request = requests[r]
             length = counts[request] if pooled[r] else lens[r]
-            score = np.zeros(length, np.float32)
+            num_columns = length if pooled[r] else (length + page_size - 1) // page_size
+            score = np.zeros(num_columns, np.float32)
             for g in range(x * heads_per_list, (x + 1) * heads_per_list):
-                for j in range(length):
+                for j in range(num_columns):
                     score[j] += work[r, g, j]
             # scores are not negative, so their bits are in their order
             bits = np.empty(length, np.uint32)
             for j in range(length):
-                bits[j] = to_bits(score[j])
+                bits[j] = to_bits(score[j if pooled[r] else j // page_size])
             for j in range(length):
-                position = positions[request, x, j] if pooled[r] else j
+                position = positions[request, c, j] if pooled[r] else j
                 if position < sinks or position >= lens[r] - window[r]:
                     bits[j] = np.uint32(0xFFFFFFFF)
             size = min(out.shape[2], length)
@@ -236,7 +204,7 @@ def _keeper() -> Callable[..., None]:
                         if num_equal == 0:
                             continue
                         num_equal -= 1
-                    position = positions[request, x, j] if pooled[r] else j
+                    position = positions[request, c, j] if pooled[r] else j
                     out[request, x, n] = position
                     out_slots[request, x, n] = slot_table[request, position]
                     n += 1

@@ -102,11 +102,14 @@ def pooled_scores(
 ) -> Tensor:
     """Scores [R, X, W] of the keys of each row, -inf beyond its length; W is `width` or the longest row.
 
-    With `pool_RXM` only its positions are scored and normalised: column j is position pool[r, x, j].
+    With `pool_RXM` only its positions are scored and normalised: column j is position pool[r, x, j]. A pool of one
+    list serves every list.
     """
     rows = list(row_slots(kv_indices, kv_indptr_R1, page_size=page_size, kv_lens_R=kv_lens_R))
     num_heads = num_kv_heads(keys)
     num_lists = 1 if heads == "layer" else num_heads
+    if pool_RXM is not None:
+        pool_RXM = pool_RXM.expand(-1, num_lists, -1)
     lens = [slots_J.numel() for slots_J in rows] if pool_lens_R is None else pool_lens_R.tolist()
     shape = (len(rows), num_lists, max(lens, default=0) if width is None else width)
     scores = torch.full(shape, -torch.inf, dtype=math_dtype(q_RQD), device=q_RQD.device)
@@ -237,7 +240,7 @@ def rerank(
         scores,
         pool_lens_R,
         k,
-        positions_RXW=pool_RXM,
+        positions_RXW=pool_RXM.expand(-1, scores.shape[1], -1),
         num_sinks=num_sinks,
         window=window,
         row_lens_R=row_lens(kv_indptr_R1, kv_lens_R),

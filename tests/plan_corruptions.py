@@ -259,6 +259,12 @@ def page_size_of_another_scorer(raw: Raw) -> str:
 
 
 @corruption
+def lists_lent_that_a_layer_does_not_have(raw: Raw) -> str:
+    raw["scorer"] = {"heads": "layer", "lend_heads": "kv_head"}
+    return "scorer.lend_heads"
+
+
+@corruption
 def routing_without_a_number(raw: Raw) -> str:
     raw["scorer"] = {"scan_heads": "routed"}
     return "scorer.num_routed_heads"

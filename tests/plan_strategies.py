@@ -70,6 +70,8 @@ def _layer(draw: st.DrawFn, layer: int, before: list[Raw], pool: bool) -> Raw:
 def _scorers(draw: st.DrawFn, pool: bool) -> Raw:
     kinds = ["exact_qk", "int4_keys", "label_channels", "page_minmax", "learned", "model_indexer"]
     scorer: Raw = {"kind": draw(st.sampled_from(kinds)), "heads": draw(st.sampled_from(["layer", "kv_head"]))}
+    if scorer["heads"] == "kv_head" and draw(st.booleans()):
+        scorer["lend_heads"] = draw(st.sampled_from(["layer", "kv_head"]))
     if scorer["kind"] == "page_minmax":
         scorer["page_size"] = draw(st.integers(1, 64))
     if scorer["kind"] == "label_channels":

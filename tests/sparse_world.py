@@ -6,6 +6,7 @@ Dims as in sglang_blockreuse/layers/sparse_decode.py. Every slot that no row own
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +16,11 @@ import torch
 from torch import Tensor
 
 from sglang_blockreuse.kernels import reference
+from sglang_blockreuse.kernels import reference_route as route
 from sglang_blockreuse.kernels import reference_select as law
 from sglang_blockreuse.kernels.cpu_attention import KeyBias
 from sglang_blockreuse.kernels.reference_index import IndexMap, index_codes, index_keys
+from sglang_blockreuse.kernels.reference_pages import page_token_scores
 from sglang_blockreuse.layers.decode_step import Batch, Step
 from sglang_blockreuse.layers.plan import BoundPlan
 from sglang_blockreuse.layers.plan_loader import LayerPlan
@@ -156,31 +159,81 @@ class World:
         return torch.cat(outs)
 
     @functools.cache  # noqa: B019 - worlds live for one test
-    def indices(self, layer: int) -> tuple[Tensor, Tensor]:
-        bound = self.plan.layers[layer]
+    def indices(self, layer: int, *, lent: bool = False) -> tuple[Tensor, Tensor]:
+        """By which the layer attends, or which it lends."""
+        bound, scorer = self.plan.layers[layer], self.plan.scorer
+        lists = scorer.lends if lent else scorer.heads
         if bound.role == "reuse":
-            return self.indices(bound.anchor)
-        if bound.role == "full" and self.plan.scorer.reranks_own_pool:
-            return self._rerank(layer, layer)
+            return self.indices(bound.anchor, lent=True)
+        if bound.role == "full" and self.plan.reranks_own_pool:
+            return self._rerank(layer, layer, lists)
         if bound.role == "full":
-            return self._scan(layer, self.plan.selection.final_k)
-        return self._rerank(layer, bound.anchor)
+            return self._scan(layer, self.plan.selection.final_k, lists)
+        return self._rerank(layer, bound.anchor, lists)
 
-    def _rerank(self, layer: int, anchor: int) -> tuple[Tensor, Tensor]:
+    def _rerank(self, layer: int, anchor: int, lists: str) -> tuple[Tensor, Tensor]:
         scorer = self.plan.scorer
-        pool, counts = self._scan(anchor, self.plan.selection.pool_size)
+        pool, counts = self._scan(anchor, self.plan.selection.pool_size, scorer.lends)
+        heads, k = scorer.rerank_heads or scorer.scan_heads, self.plan.selection.final_k
+        if heads == "routed":
+            return law.top_k(
+                self._routed(layer, pool, counts, lists),
+                counts,
+                k,
+                positions_RXW=pool,
+                row_lens_R=torch.tensor(self.lens),
+                **self._forced(),
+            )
         return law.rerank(
-            *self._scored(layer, scorer.rerank_heads or scorer.scan_heads),
+            *self._scored(layer, heads),
             pool,
             counts,
             *self._history(),
-            k=self.plan.selection.final_k,
-            **self._words(),
+            k=k,
+            **self._words(lists),
+            **self._forced(),
         )
 
-    def _scan(self, layer: int, size: int) -> tuple[Tensor, Tensor]:
-        scored = self._scored(layer, self.plan.scorer.scan_heads)
-        return law.scan(*scored, *self._history(), size=size, **self._words())
+    def _scan(self, layer: int, size: int, lists: str) -> tuple[Tensor, Tensor]:
+        heads, lens_R = self.plan.scorer.scan_heads, torch.tensor(self.lens)
+        if self.plan.scorer.kind == "page_minmax":
+            scores = page_token_scores(
+                *self._scored(layer, heads),
+                *self._history(),
+                page_size=self.plan.scorer.tokens_per_page,
+                **self._words(lists),
+            )
+            return law.top_k(scores, lens_R, size, **self._forced())
+        if heads == "routed":
+            return law.top_k(self._routed(layer, None, lens_R, lists), lens_R, size, **self._forced())
+        scored = self._scored(layer, heads)
+        return law.scan(*scored, *self._history(), size=size, **self._words(lists), **self._forced())
+
+    def _routed(self, layer: int, pool: Tensor | None, counts_R: Tensor, lists: str) -> Tensor:
+        """Scores [R, X, W] of a few heads, over the history or a pool."""
+        q, k = self._scored(layer, "all")
+        num_lists = k.shape[1] if lists == "kv_head" else 1
+        scores = torch.full((len(self.lens), num_lists, int(counts_R.max())), -torch.inf).double()
+        for r, x in itertools.product(range(len(self.lens)), range(num_lists)):
+            positions = torch.arange(self.lens[r]) if pool is None else pool[r, x, : counts_R[r]].long()
+            slots = self.table[self.requests[r], positions].long()
+            heads = slice(None) if num_lists == 1 else slice(x, x + 1)
+            q_QD = q[r].unflatten(0, (k.shape[1], -1))[heads].flatten(0, 1)
+            scores[r, x, : len(slots)] = self._routed_list(q_QD, k[slots][:, heads], positions, slots, r)
+        return scores
+
+    def _routed_list(self, q_QD: Tensor, k_CED: Tensor, positions: Tensor, slots: Tensor, r: int) -> Tensor:
+        scorer, selection = self.plan.scorer, self.plan.selection
+        bias = (
+            None
+            if self.bias is None
+            else reference.key_bias(self.tags, slots, self.bias.alpha, self.bias.beta)
+        )
+        logits_EGC = torch.einsum("egd,ced->egc", q_QD.unflatten(0, (k_CED.shape[1], -1)), k_CED) * SCALE
+        logits_QC = logits_EGC.flatten(0, 1) + (0 if bias is None else bias)
+        forced = (positions < selection.sink) | (positions >= self.lens[r] - selection.window)
+        chosen = route.choose(route.worth(logits_QC, forced), scorer.num_routed_heads)
+        return route.routed_scores(q_QD, k_CED, chosen, bias, scale=SCALE, residual=scorer.residual)
 
     def _scored(self, layer: int, heads: str) -> tuple[Tensor, Tensor]:
         """The queries and keys of float64 that the plan's scorer compares."""
@@ -200,15 +253,15 @@ class World:
         rows = [self.table[request, :n] for request, n in zip(self.requests, self.lens, strict=True)]
         return torch.cat(rows), torch.tensor([0, *np.cumsum(self.lens)])
 
-    def _words(self) -> dict[str, object]:
-        selection = self.plan.selection
+    def _words(self, lists: str) -> dict[str, object]:
         return {
             "scale": SCALE,
-            "heads": self.plan.scorer.heads,
-            "num_sinks": selection.sink,
-            "window": selection.window,
+            "heads": lists,
             **self._bias_words(),
         }
+
+    def _forced(self) -> dict[str, int]:
+        return {"num_sinks": self.plan.selection.sink, "window": self.plan.selection.window}
 
     def _bias_words(self) -> dict[str, object]:
         return (

@@ -30,9 +30,9 @@ def log(tmp_path):
                 turn = {"batch": batch, "context": context, "repeat": repeat, "mode": mode}
                 log.add({"record": "turn", **turn, "tpot_ms": ms * speed})
         spent = {"scan full": 30.0, "attention full": 5.0, "attention reuse": 15.0, "between reuse": 90.0}
-        log.add(
-            {"record": "breakdown", "batch": batch, "context": context, "steps": 24, "ms_per_step": spent}
-        )
+        read = {"plan": 200e6, "dense": 1000e6}
+        step = {"batch": batch, "context": context, "steps": 24, "ms_per_step": spent, "bytes": read}
+        log.add({"record": "breakdown", **step})
     return log
 
 
@@ -59,6 +59,8 @@ def test_the_report_has_both_tables_and_the_figure(log, tmp_path):
     text = report.section(log.path, tmp_path)
     assert "| 8 × 4,000 | 200 | 500 | 1,000 | **0.40 [0.40, 0.40]** | **0.20 [0.20, 0.20]** |" in text
     assert "| attention | 5.00 | 15.00 | 20.00 |" in text
+    assert "reads 200 MB of keys and values under the plan and 1,000 MB dense" in text
+    assert "is the plan's: 50.0 ms, 4.0 GB/s" in text
     assert (tmp_path / "run-layer-plan.png").stat().st_size > 0
     assert "![run-layer-plan](run-layer-plan.png)" in text
 

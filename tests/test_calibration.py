@@ -83,7 +83,7 @@ class TestEvaluator:
         from msgspec.structs import replace
 
         plan = bound_of("F" * NUM_LAYERS, SMALL)
-        with pytest.raises(ValueError, match="kv_head"):
+        with pytest.raises(ValueError, match="judge it as ScoredCase"):
             evaluate([case], replace(plan, scorer=replace(plan.scorer, heads="kv_head")))
 
     def test_oracle_replay_separates_own_misses_from_those_passed_on(self, case):

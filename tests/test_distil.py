@@ -201,16 +201,21 @@ def test_a_plan_without_scoring_layers_is_refused(model_path, tmp_path, capsys):
 
 def test_loss_under_a_scorer(real, model_path):
     """Exact scores are those of the plain case, 4 bits come close, and a shuffled map does not."""
-    from sglang_blockreuse.layers.calibration.case import Case
+    from msgspec.structs import replace
+
+    from sglang_blockreuse.layers.calibration.case import Case, evaluate
     from sglang_blockreuse.layers.calibration.scored_case import ScoredCase
+    from sglang_blockreuse.layers.plan import Scorer
 
     model, ids = Llama(model_path), Texts(model_path).make("copy", HELD_OUT, 300)
     plan = parse_plan(PLAN, "test.yaml").bind(30, None)
     case = ScoredCase(model, "copy", ids, 16)
     losses = {}
     maps = principal_map(real[0], 32)
-    for name, scorer in (("exact", "exact_qk"), ("int4", "int4_keys"), ("mixed", {2: shuffled(maps)})):
-        case.scorer = scorer
-        losses[name] = case.figures(plan).kl
+    case.weights = {"mixed": {2: shuffled(maps)}}
+    for name, kind in (("exact", "exact_qk"), ("int4", "int4_keys"), ("mixed", "learned")):
+        judged = replace(plan, scorer=Scorer(kind=kind), weights_file=name)
+        (figures,) = evaluate([case], judged)
+        losses[name] = figures.kl
     assert losses["exact"] == Case(model, "copy", ids, 16).figures(plan).kl
     assert abs(losses["int4"] - losses["exact"]) < losses["mixed"] - losses["exact"]

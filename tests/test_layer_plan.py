@@ -78,6 +78,7 @@ def test_fingerprints_keep_their_golden_values():
         edited("sink: 4, window: 64, ", ""),
         edited("name: example", "name: example\nprefill: dense"),
         edited("scorer: {kind: exact_qk, heads: layer}\n", ""),
+        edited("heads: layer", "heads: layer, lend_heads: layer"),
         edited("  - {layers: 3-6,  role: reindex, anchor: 2}\n", "")
         + "  - {layers: 5-6, anchor: 2, role: reindex}\n  - {layers: 3 - 4, anchor: 2, role: reindex}\n",
         json.dumps(yaml.safe_load(EXAMPLE), indent=7, sort_keys=True),
@@ -87,6 +88,7 @@ def test_fingerprints_keep_their_golden_values():
         "defaults left out",
         "dense prefill",
         "no scorer",
+        "lent as attended",
         "ranges cut and moved",
         "JSON, sorted",
     ],
@@ -105,6 +107,7 @@ MEANINGS = [
     ("min_seq_len: 1024", "min_seq_len: 1023"),
     ("exact_qk", "int4_keys"),
     ("heads: layer", "heads: kv_head"),
+    ("heads: layer", "heads: kv_head, lend_heads: layer"),
     ("heads: layer", "scan_heads: fused"),
     ("heads: layer", "scan_heads: fused, rerank_heads: all"),
     ("layers: 2,    role: full", "layers: 2, role: full, attend: all"),

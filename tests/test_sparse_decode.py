@@ -28,11 +28,18 @@ def same(got, expected):
     torch.testing.assert_close(got, expected, atol=EXACT[0], rtol=EXACT[1])
 
 
+LISTS = {
+    "layer": {"heads": "layer"},
+    "kv_head": {"heads": "kv_head"},
+    "kv_head, lends layer": {"heads": "kv_head", "lend_heads": "layer"},
+}
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", ["layer", "kv_head"])
+@pytest.mark.parametrize("lists", LISTS.values(), ids=LISTS)
 @pytest.mark.parametrize("pattern", ["FFF", "FRR", "FXX", "DFXRXR", "FXRFXX"])
-def test_every_role_attends_to_what_the_law_selects(pattern, heads, dtype):
-    world = World(make_plan(pattern, heads=heads, **SELECTION), LENS, dtype=dtype)
+def test_every_role_attends_to_what_the_law_selects(pattern, lists, dtype):
+    world = World(make_plan(pattern, scorer=lists, **SELECTION), LENS, dtype=dtype)
     decoder = world.decoder(strict=True)
     for layer, (got, expected) in enumerate(zip(world.run_all(decoder), world.expected(), strict=True)):
         check(got, expected, dtype)
@@ -55,6 +62,36 @@ def test_an_oracle_layer_attends_to_all_and_still_writes_indices():
     world = World(make_plan("FRX", attend_all=[0], **SELECTION), LENS)
     for got, expected in zip(world.run_all(world.decoder(strict=True)), world.expected(), strict=True):
         check(got, expected, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["int4_keys", "page_minmax"])
+def test_every_kind_of_scorer_can_lend_one_list_for_all_heads(kind):
+    scorer = {"kind": kind, **LISTS["kv_head, lends layer"]}
+    world = World(make_plan("FXRFXX", scorer=scorer, **SELECTION), LENS)
+    for got, expected in zip(world.run_all(world.decoder(strict=True)), world.expected(), strict=True):
+        check(got, expected, torch.float32)
+
+
+def test_lists_per_kv_head_that_are_lent_are_not_those_of_the_layer():
+    """Negative control: followers of another layer's heads read other positions than those of its sum."""
+    outs = []
+    for lists in ("kv_head", "kv_head, lends layer"):
+        world = World(make_plan("FR", scorer=LISTS[lists], **SELECTION), LENS)
+        outs.append(world.run_all(world.decoder(strict=True)))
+    same(outs[0][0], outs[1][0])
+    assert not torch.equal(outs[0][1], outs[1][1])
+
+
+def test_a_follower_with_stale_state_scans_for_lists_of_its_own():
+    plan = make_plan("FXR", scorer=LISTS["kv_head, lends layer"], **SELECTION)
+    world = World(plan, LENS)
+    decoder = world.decoder()
+    step = decoder.begin(world.batch())
+    world.run(decoder, step, 0)
+    decoder.state.written()[0, "pool"][1][world.requests[1], 1] -= 1
+    expected = World(make_plan("FFF", scorer=LISTS["kv_head, lends layer"], **SELECTION), LENS)
+    check(world.run(decoder, step, 1)[1], expected.expected()[1][1], torch.float32)
+    assert decoder.metrics.counts["decode_own_scans_total reindex"] == 1
 
 
 class TestExactness:
@@ -186,7 +223,7 @@ class TestTies:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"scorer": {"kind": "page_minmax"}}, "page_minmax"),
+        ({"scorer": {"kind": "model_indexer"}}, "served are exact_qk, int4_keys, label_channels"),
         ({"scorer": {"kind": "label_channels"}}, "label_channels needs scorer.weights"),
         ({"scorer": {"kind": "learned"}}, "learned needs scorer.weights"),
         (
@@ -196,7 +233,15 @@ class TestTies:
             },
             r"key_from on layers [1]",
         ),
-        ({"scorer": {"scan_heads": "routed", "num_routed_heads": 2}}, "routed"),
+        (
+            {"scorer": {"kind": "learned", "weights": "w", "weights_sha256": "0", "rerank_heads": "fused"}},
+            "one key for all heads",
+        ),
+        ({"scorer": {"scan_heads": "routed", "num_routed_heads": 10}}, "scored by 9 query heads"),
+        (
+            {"scorer": {"scan_heads": "routed", "num_routed_heads": 4, "heads": "kv_head"}},
+            "num_routed_heads is 4, but a list of this model is scored by 3 query heads",
+        ),
     ],
     ids=str,
 )
@@ -213,7 +258,7 @@ def test_a_plan_it_would_compute_wrongly_is_refused_by_name(changes, reason):
     }
     plan = LayerPlan(read_spec(json.dumps(raw), "test.json"), "test").bind(len(raw["layers"]), None)
     pool = torch.zeros(4, 3, 64)
-    (message,) = unsupported_plan(plan, pool)
+    (message,) = unsupported_plan(plan, pool, 9)
     assert reason in message
     assert list(unsupported_plan(make_plan("F", **SELECTION), pool)) == []
     shares = {"version": 1, "name": "x", "layers": [{"layers": i, "role": "dense"} for i in range(2)]}

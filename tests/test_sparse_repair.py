@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -13,6 +14,7 @@ from sglang_blockreuse.kernels import cpu_select
 from sglang_blockreuse.kernels.cpu_attention import KeyBias
 from sglang_blockreuse.layers import repair_step
 from sglang_blockreuse.layers.plan import Selection
+from sglang_blockreuse.layers.plan_support import unsupported_plan
 from sglang_blockreuse.layers.repair_step import ExtendBatch, windows
 from sglang_blockreuse.layers.share_state import FIELDS
 from sglang_blockreuse.layers.sparse_repair import SparseRepair
@@ -39,6 +41,7 @@ class RepairWorld(World):
         repair = {(self.slots[r], p) for r, a, b in REPAIR for p in range(a, b)}
         self.repair_T = np.array([at in repair for at in positions])
         self.requests, self.lens = [request for request, _ in positions], [p + 1 for _, p in positions]
+        self.row_ids = np.arange(100, 100 + len(positions))
         self.q = [torch.randn(len(positions), H * G, D).to(dtype) for _ in plan.layers]
 
     def extend(self):
@@ -119,6 +122,32 @@ def test_copies_of_keys_are_made_for_what_repair_scores():
     repair = repair_of(world)
     for _ in range(2):
         world.check(world.run_repair(repair))
+
+
+@pytest.mark.parametrize(
+    "scorer",
+    [
+        {"heads": "kv_head", "lend_heads": "layer"},
+        {"scan_heads": "fused", "rerank_heads": "all"},
+        {"scan_heads": "routed", "num_routed_heads": 2},
+    ],
+    ids=str,
+)
+def test_scorers_work_as_in_decode(scorer):
+    """A repair token against decode of a row of its length: the same bits where windows are the same."""
+    world = RepairWorld(make_plan("FXR", scorer=scorer, **SELECTION))
+    outs = world.run_repair(repair_of(world))
+    sparse = np.flatnonzero(world.repair_T)
+    for token in sparse.tolist():
+        alone = world.run_all(world.decoder(), order=[token])
+        same([out[token : token + 1] for out in outs], alone)
+
+
+def test_pages_of_rows_are_refused_by_name():
+    world = RepairWorld(make_plan("FXR", scorer={"kind": "page_minmax"}, **SELECTION))
+    assert not list(unsupported_plan(world.plan, world.k[0]))
+    refused = msgspec.structs.replace(world.plan, prefill="sparse")
+    assert any("page_minmax" in reason for reason in unsupported_plan(refused, world.k[0]))
 
 
 def test_a_plan_that_refreshes_scans_for_every_repair_token():

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,7 @@ class _Run:
     def _cases(self, first_seed: int, what: str) -> list[Any]:
         from tqdm import tqdm
 
-        from ..layers.calibration.case import Case
+        from ..layers.calibration.scored_case import ScoredCase
 
         low, high = self.arguments.lengths
         nums = self._wanted()
@@ -178,7 +179,7 @@ class _Run:
         wanted = [(kind, first_seed + i) for i in rounds for kind, num in nums.items() if i < num]
         step = (high - low) // max(1, len(wanted) - 1)
         return [
-            Case(self.model, kind, self.texts.make(kind, seed, low + i * step), self.arguments.rows)
+            ScoredCase(self.model, kind, self.texts.make(kind, seed, low + i * step), self.arguments.rows)
             for i, (kind, seed) in enumerate(tqdm(wanted, desc=what, file=sys.stderr))
         ]
 
@@ -240,6 +241,9 @@ class _Run:
         report.texts = "Held-out texts" if on == "held-out" else "Texts to choose on"
         cases = self._cases(HELD_OUT if on == "held-out" else CHOICE, f"{on} texts")
         bound = {plan.name: plan.bind(self.model.num_layers, self.model.architecture) for plan in plans}
+        weights = self._weights(bound.values())
+        for case in cases:
+            case.weights = weights
         everything = bound | self._beside()
         wanted = [
             (name, plan if k is None else at_budget(plan, k))
@@ -251,6 +255,16 @@ class _Run:
                 judge(name, plan, cases, self._shape(), num_tokens=self.arguments.lengths[1])
             )
         report.replays = {name: replay(cases[0], plan) for name, plan in bound.items()}
+
+    def _weights(self, plans: Iterable[BoundPlan]) -> dict[str, Any]:
+        """The maps of each file that a plan names. Raises WeightsError."""
+        from ..layers.index_weights import model_identity, read_weights
+
+        named = [plan for plan in plans if plan.weights_file is not None]
+        if not named:
+            return {}
+        identity = model_identity(self.arguments.model)
+        return {plan.weights_file or "": read_weights(plan, identity).layers for plan in named}
 
     def _beside(self) -> dict[str, BoundPlan]:
         """What plans are compared with: every layer for itself, and groups of equal size."""

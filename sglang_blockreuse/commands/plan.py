@@ -63,15 +63,10 @@ def _explain(arguments: argparse.Namespace) -> list[str]:
     if arguments.model is None:
         raise ValueError("explain needs the sizes of a model. Give --model DIR, a folder with a config.json")
     num_layers, architecture, config = _model(arguments.model)
-    heads = config["num_attention_heads"]
-    shape = KVShape(
-        num_kv_heads=config.get("num_key_value_heads", heads),
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-    )
     found = [
         explain(
             load_plan(name).bind(num_layers, architecture),
-            shape,
+            KVShape.of_config(config),
             num_tokens=arguments.tokens,
             batch=arguments.batch,
         )

@@ -17,6 +17,7 @@ differs is counted and mended.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import cpu_codes
+from ..kernels.cpu_scan import PLAIN, Mix
 from ..kernels.cpu_select import Rows, Table
 from ..kernels.reference_index import IndexMap, index_codes, index_queries
 from ..kernels.reference_select import Int4Keys, quantise_int4
@@ -48,8 +50,10 @@ class KeyCopy(Protocol):
         """What scores the copy: float32 [R, Q, C], C = D unless a map made the copy."""
         ...
 
-    def score(self, q_RQC: Any, rows: Rows, pool: Table, pooled_R: Any, work_RQW: Any) -> None:
-        """As `cpu_select.score`, of queries or of their means."""
+    def score(
+        self, q_RQC: Any, rows: Rows, pool: Table, pooled_R: Any, work_RQW: Any, mix: Mix = PLAIN
+    ) -> None:
+        """As `cpu_select.score`, of queries, of their means, or of some of each."""
         ...
 
 
@@ -78,8 +82,10 @@ class Int4Copy:
     def queries(self, q_RQD: Any) -> Any:
         return q_RQD
 
-    def score(self, q_RQC: Any, rows: Rows, pool: Table, pooled_R: Any, work_RQW: Any) -> None:
-        cpu_codes.score(q_RQC, self._codes, self._ranges, rows, pool, pooled_R, work_RQW)
+    def score(
+        self, q_RQC: Any, rows: Rows, pool: Table, pooled_R: Any, work_RQW: Any, mix: Mix = PLAIN
+    ) -> None:
+        cpu_codes.score(q_RQC, self._codes, self._ranges, rows, pool, pooled_R, work_RQW, mix)
 
 
 class MappedCopy:
@@ -109,8 +115,11 @@ class MappedCopy:
     def queries(self, q_RQD: Any) -> Any:
         return index_queries(self._scaled, torch.from_numpy(q_RQD)).contiguous().numpy()
 
-    def score(self, q_RQC: Any, rows: Rows, pool: Table, pooled_R: Any, work_RQW: Any) -> None:
-        cpu_codes.score(q_RQC, self.codes.numpy(), cpu_codes.NO_RANGES, rows, pool, pooled_R, work_RQW)
+    def score(
+        self, q_RQC: Any, rows: Rows, pool: Table, pooled_R: Any, work_RQW: Any, mix: Mix = PLAIN
+    ) -> None:
+        codes, ranges = self.codes.numpy(), cpu_codes.NO_RANGES
+        cpu_codes.score(q_RQC, codes, ranges, rows, pool, pooled_R, work_RQW, mix)
 
 
 class IndexKeys:
@@ -122,6 +131,11 @@ class IndexKeys:
         self._step = 0
         self._last = max(copies, default=-1)
         self._absent_T = self._checked_T = torch.zeros(0, dtype=torch.int64)
+
+    @property
+    def layers(self) -> Collection[int]:
+        """Layers whose keys have a copy here."""
+        return self.copies.keys()
 
     @property
     def num_bytes(self) -> int:

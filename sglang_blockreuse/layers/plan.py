@@ -93,6 +93,8 @@ class Scorer(_Strict):
         "exact_qk"  # exact_qk reads the main keys, model_indexer is the one a DSA model was trained with
     )
     heads: ListHeads = "layer"  # one list per layer, or one per KV head
+    # lists that a layer lends to others, its pool and its indices; as `heads` when absent
+    lend_heads: ListHeads | None = None
     page_size: Count | None = None  # page_minmax only; 16 when absent
     # label_channels: int4 channels per KV head, 16 when absent; learned: of all heads together, 32 when absent
     num_channels: Count | None = None
@@ -112,9 +114,19 @@ class Scorer(_Strict):
         return self.num_channels or (32 if self.kind == "learned" else 16)
 
     @property
+    def tokens_per_page(self) -> int:
+        """`page_size`, or its default."""
+        return self.page_size or 16
+
+    @property
+    def lends(self) -> ListHeads:
+        """`lend_heads`, or its default."""
+        return self.lend_heads or self.heads
+
+    @property
     def reranks_own_pool(self) -> bool:
         """A full layer whose scan is coarser than its rerank picks T from its own pool, as consumers do."""
-        return self.rerank_heads not in (None, self.scan_heads)
+        return self.kind == "page_minmax" or self.rerank_heads not in (None, self.scan_heads)
 
 
 class LayerEntry(_Strict):
@@ -196,6 +208,18 @@ class BoundPlan(Struct, frozen=True, kw_only=True):
         """Some layer selects: KV that decode writes is not what a dense pass would write, so it is published
         under `fingerprint` only."""
         return any(layer.role != "dense" for layer in self.layers)
+
+    @property
+    def reranks_own_pool(self) -> bool:
+        """Full layers have a pool and a scan that is coarser than what ranks it."""
+        selection = self.selection
+        return selection is not None and selection.pool_size is not None and self.scorer.reranks_own_pool
+
+    @property
+    def scanned_layers(self) -> frozenset[int]:
+        """The layers whose keys are scanned over the whole history."""
+        full = (layer for layer in self.layers if layer.role == "full")
+        return frozenset(layer.layer if layer.key_from is None else layer.key_from for layer in full)
 
     def rows_are_dense(self, seq_len: int) -> bool:
         """Whether a row with `seq_len` visible tokens reads everything anyway."""

@@ -7,13 +7,14 @@ Bytes are those a perfect kernel must fetch from memory, per step and summed ove
     rerank   index keys scored inside the pool
     index    int32 positions written and read: T and Ω
 
-`exact_qk` scores the main keys themselves, so such a layer fetches only V of what it selected. Scoring with
-fewer heads saves arithmetic, not bytes. Weights and activations are left out: no plan changes them.
+`exact_qk` scores the main keys themselves, so such a layer fetches only V of what it selected; so does a layer that
+ranks a pool after a scan of pages. Scoring with fewer heads saves arithmetic, not bytes; routed heads first read a
+sample of what the pass scores. Weights and activations are left out: no plan changes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -23,6 +24,9 @@ from msgspec import Struct
 from sglang_blockreuse.layers.plan import BoundLayer, BoundPlan, Prefill, Scorer
 
 _POSITION_BYTES, _FLAG_BYTES = 4, 1
+# a token of a page: when its slot was written, and its slot; a page: when its bounds were read, and its tag
+_PAGE_TOKEN_BYTES, _PAGE_ENTRY_BYTES = 12, 9
+ROUTE_STRIDE = 16  # that of kernels/reference_route.py, which imports torch
 # int4 copies carry a float16 step and a float16 minimum for each half of the channels
 _INT4_RANGE_BYTES = 8
 # a trained indexer's key: one fp8 value per channel and one float32 scale per token
@@ -36,6 +40,16 @@ class KVShape(Struct, frozen=True, kw_only=True):
     head_dim: int
     kv_element_bytes: int = 2
     indexer_head_dim: int = 128  # model_indexer only
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any], *, kv_element_bytes: int = 2) -> KVShape:
+        """From a model's config.json."""
+        heads = config["num_attention_heads"]
+        return cls(
+            num_kv_heads=config.get("num_key_value_heads", heads),
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            kv_element_bytes=kv_element_bytes,
+        )
 
     @property
     def key_bytes(self) -> int:
@@ -54,7 +68,7 @@ class KVShape(Struct, frozen=True, kw_only=True):
             case "learned":
                 return scorer.channels / 2
             case "page_minmax":
-                return 2 * self.key_bytes / (scorer.page_size or 16)
+                return 2 * self.key_bytes / scorer.tokens_per_page
             case "model_indexer":
                 return self.indexer_head_dim + _INDEXER_SCALE_BYTES
 
@@ -174,9 +188,13 @@ def explain(plan: BoundPlan, shape: KVShape, *, num_tokens: int, batch: int) -> 
 
 
 def _copy_bytes(plan: BoundPlan, shape: KVShape) -> float:
-    """What the scorer keeps per slot beside the keys: a copy per scoring layer and a flag for all of them."""
+    """What the scorer keeps per token beside the keys: a copy per scoring layer and a flag for all of them, or the
+    bounds of a page per scanned layer and what tells whether they hold."""
     if plan.scorer.kind in ("exact_qk", "model_indexer"):
         return 0.0  # nothing, or what the model keeps anyway
+    if plan.scorer.kind == "page_minmax":
+        bounds = len(plan.scanned_layers) * shape.index_bytes(plan.scorer)
+        return bounds + _PAGE_TOKEN_BYTES + _PAGE_ENTRY_BYTES / plan.scorer.tokens_per_page
     num_copies = sum(layer.scores and layer.key_from is None for layer in plan.layers)
     return num_copies * shape.index_bytes(plan.scorer) + _FLAG_BYTES
 
@@ -188,6 +206,8 @@ class _Step:
         self.plan, self.shape, self.num_tokens, self.batch = plan, shape, num_tokens, batch
         self.dense = plan.rows_are_dense(num_tokens)
         self.index_key = shape.index_bytes(plan.scorer)
+        # pages are of a history: pools and samples are scored by the keys themselves
+        self.ranked_key = shape.key_bytes if plan.scorer.kind == "page_minmax" else self.index_key
         selection = plan.selection
         self.final_k = min(selection.final_k, num_tokens) if selection else num_tokens
         # without a pool, or with one that holds everything, a reindex layer scores the whole history
@@ -213,7 +233,7 @@ class _Step:
         if dense or layer.attend == "all":
             return 2 * key * self.num_tokens
         own_window = 2 * key * min(layer.own_window, self.num_tokens)
-        keys_were_scored = layer.scores and self.plan.scorer.kind == "exact_qk" and layer.key_from is None
+        keys_were_scored = self._scores_keys(layer) and layer.key_from is None
         return (1 if keys_were_scored else 2) * key * self.final_k + own_window
 
     def _scan(self, layer: BoundLayer) -> float:
@@ -223,11 +243,31 @@ class _Step:
             return 0.0  # attention reads the same keys anyway
         every = self.plan.selection.refresh_every if self.plan.selection else 1
         # the mean over steps: one scan, then the last pool and what came since
-        return self.index_key * (self.num_tokens + (every - 1) * self.pool) / every
+        scans = self.index_key * self.num_tokens + (every - 1) * self.ranked_key * self.pool
+        samples = self._sample(self.num_tokens) + (every - 1) * self._sample(self.pool)
+        return (scans + samples * (self.plan.scorer.scan_heads == "routed")) / every
 
     def _rerank(self, layer: BoundLayer) -> float:
-        own_pool = layer.role == "full" and self.plan.scorer.reranks_own_pool and self.pool < self.num_tokens
-        return self.index_key * self.pool if layer.role == "reindex" or own_pool else 0.0
+        if layer.role != "reindex" and not self._ranks_own_pool(layer):
+            return 0.0
+        scorer = self.plan.scorer
+        routed = (scorer.rerank_heads or scorer.scan_heads) == "routed"
+        return self.ranked_key * self.pool + routed * self._sample(self.pool)
+
+    def _ranks_own_pool(self, layer: BoundLayer) -> bool:
+        return layer.role == "full" and self.plan.reranks_own_pool and self.pool < self.num_tokens
+
+    def _scores_keys(self, layer: BoundLayer) -> bool:
+        """What the layer selected was scored by its keys in the end."""
+        if self.plan.scorer.kind == "page_minmax":
+            return layer.role == "reindex" or self._ranks_own_pool(layer)
+        return layer.scores and self.plan.scorer.kind == "exact_qk"
+
+    def _sample(self, num_columns: int) -> float:
+        """Keys on which a router measures the heads, of so many that a pass scores."""
+        selection = self.plan.selection
+        forced = min(selection.sink + selection.window, num_columns) if selection else 0
+        return self.ranked_key * (forced + -(-(num_columns - forced) // ROUTE_STRIDE))
 
     def _index(self, layer: BoundLayer) -> float:
         """T is written where it is scored and read by attention; Ω is written once, read by each reranker."""

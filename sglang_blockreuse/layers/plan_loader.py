@@ -145,7 +145,10 @@ def _read(file: Traversable, source: str) -> str:
 def _canonical(spec: PlanSpec) -> dict[str, Any]:
     """What the plan means, without defaults: equal plans give equal dicts, however their ranges are cut."""
     content: dict[str, Any] = msgspec.to_builtins(spec)
-    content.get("scorer", {}).pop("weights", None)  # its digest says what is in it
+    if scorer := content.get("scorer"):
+        scorer.pop("weights", None)  # its digest says what is in it
+        if spec.scorer.lends == spec.scorer.heads:
+            scorer.pop("lend_heads", None)
     kept = {key: content[key] for key in ("model", "selection", "scorer", "prefill") if content.get(key)}
     return {**kept, "layers": list(_merged(spec))}
 

@@ -132,6 +132,8 @@ def _check_scorer(spec: PlanSpec, source: str) -> None:
                 f"only kind {' and '.join(kinds)} has it and the kind is {scorer.kind}",
                 f"Remove it or set kind: {kinds[0]}",
             )
+    if scorer.heads == "layer" and scorer.lend_heads == "kv_head":
+        refuse("lend_heads", "a layer with one list has none per KV head to lend", "Set heads: kv_head")
     _check_weights(scorer, refuse)
     _check_routing(scorer, refuse)
     if scorer.rerank_heads is not None and (spec.selection is None or spec.selection.pool_size is None):

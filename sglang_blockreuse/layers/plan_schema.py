@@ -35,6 +35,7 @@ _WORDS: dict[str, tuple[object, ...]] = {
     "prefill": get_args(plan.Prefill),
     "kind": get_args(plan.ScorerKind),
     "heads": get_args(plan.ListHeads),
+    "lend_heads": get_args(plan.ListHeads),
     "scan_heads": get_args(plan.ScanHeads),
     "rerank_heads": get_args(plan.ScanHeads),
 }

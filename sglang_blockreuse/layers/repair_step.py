@@ -12,7 +12,7 @@ row, query head and key.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch import Tensor
 from ..kernels.cpu_attention import AttentionPlan, KeyBias, plan_attention
 from ..kernels.cpu_select import Rows
 from .decode_step import bias_terms
-from .plan import BoundPlan, Selection
+from .plan import Selection
 from .share_state import ShareState
 
 SCORE_BYTES = 64 << 20  # of one piece
@@ -51,19 +51,17 @@ class Piece(NamedTuple):
 
 
 class RepairStep:
-    """One prefill step, planned for all layers."""
+    """One prefill step, planned for all layers. make_state: the shared state of so many rows."""
 
     def __init__(
         self,
         batch: ExtendBatch,
         sparse_T: Any,
-        plan: BoundPlan,
+        selection: Selection,
         *,
-        num_lists: int,
         num_q_heads: int,
-        strict: bool,
+        make_state: Callable[[int], ShareState],
     ) -> None:
-        assert plan.selection is not None
         self.batch = batch
         self._tokens = Tokens.of(batch)
         self._sparse_T = sparse_T
@@ -71,7 +69,7 @@ class RepairStep:
         self.width = int(self._tokens.lens_T[sparse_T].max())
         self.piece_size = max(1, SCORE_BYTES // (4 * num_q_heads * self.width))
         self._tags_and_bias = bias_terms(batch.bias)
-        self.pieces = tuple(self._pieces(plan, plan.selection, num_lists, strict))
+        self.pieces = tuple(self._pieces(selection, make_state))
         self._plans: dict[bool, AttentionPlan] = {}
 
     @property
@@ -86,7 +84,7 @@ class RepairStep:
         unique = np.unique(requests)
         return Rows(unique, lens[unique], self.batch.slot_table.numpy(), *self._tags_and_bias)
 
-    def _pieces(self, plan: BoundPlan, selection: Selection, num_lists: int, strict: bool) -> Iterator[Piece]:
+    def _pieces(self, selection: Selection, make_state: Callable[[int], ShareState]) -> Iterator[Piece]:
         tokens, slot_table = self._tokens, self.batch.slot_table.numpy()
         requests, row_ids = np.array(self.batch.requests), np.asarray(self.batch.row_ids)
         sparse = np.flatnonzero(self._sparse_T)
@@ -94,7 +92,7 @@ class RepairStep:
             chosen = sparse[at : at + self.piece_size]
             row_R, lens_R = tokens.row_T[chosen], tokens.lens_T[chosen].astype(np.int32)
             mine_R = np.arange(len(chosen), dtype=np.int32)
-            state = ShareState(plan, len(chosen), num_lists, strict=strict)
+            state = make_state(len(chosen))
             # a request slot's holder and the token's position, which is below 2 ** 32
             state.begin(mine_R, (row_ids[row_R] << 32) | (lens_R - 1), lens_R)
             yield Piece(

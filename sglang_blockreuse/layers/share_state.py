@@ -40,22 +40,30 @@ class NotTheWriterError(RuntimeError):
 class ShareState:
     """The tables and stamps of a bound plan. Not thread-safe: one forward at a time."""
 
-    def __init__(self, plan: BoundPlan, num_requests: int, num_lists: int, *, strict: bool = False) -> None:
+    def __init__(
+        self,
+        plan: BoundPlan,
+        num_requests: int,
+        num_lists: int,
+        *,
+        num_lent: int | None = None,
+        strict: bool = False,
+    ) -> None:
+        """`num_lists` are those of a layer's own attention, `num_lent` those it lends; as many when absent."""
         if plan.selection is None:
             raise ValueError(f"plan {plan.name} has no sparse layer, so its layers share nothing")
         self.plan, self.strict = plan, strict
         self.version = 0
         self.counts: Counter[str] = Counter()
+        num_lent = num_lists if num_lent is None else num_lent
         self._tables: dict[tuple[int, Kind], Table] = {}
         self._stamps: dict[tuple[int, Kind], Any] = {}
         for layer in plan.layers:
-            pooled = layer.pool_readers or plan.scorer.reranks_own_pool or plan.selection.refresh_every > 1
+            pooled = layer.pool_readers or plan.reranks_own_pool or plan.selection.refresh_every > 1
             if layer.role == "full" and pooled and plan.selection.pool_size:
-                self._add(layer.layer, "pool", Table.empty(num_requests, num_lists, plan.selection.pool_size))
+                self._add(layer.layer, "pool", Table.empty(num_requests, num_lent, plan.selection.pool_size))
             if layer.scores and layer.index_readers:
-                self._add(
-                    layer.layer, "indices", Table.empty(num_requests, num_lists, plan.selection.final_k)
-                )
+                self._add(layer.layer, "indices", Table.empty(num_requests, num_lent, plan.selection.final_k))
         # keys of a row when its pool was last made of the whole history, by full layer
         self._scanned: dict[int, Any] = {}
         if plan.selection.refresh_every > 1:

@@ -10,7 +10,7 @@ Dims: T tokens of the forward, R sparse rows, Q query heads, D head dim, S pool 
 
 A row is sparse where the plan's selection is shorter than its history and its request did not ask for exact
 decoding; the other rows of the same batch run dense in the same layer. The law of selection is `reference_select`;
-what a scorer reads in place of the keys stands in `index_keys`.
+what a scorer reads in place of the keys stands in `index_keys` and `page_index`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels import cpu_codes, cpu_select, cpu_sparse
+from ..kernels import cpu_select, cpu_sparse
 from ..kernels.cpu_attention import Workspace, run_attention
 from ..kernels.cpu_numba import as_array
 from ..kernels.cpu_select import Geometry, Rows, Table
@@ -44,6 +44,7 @@ class _Scored(NamedTuple):
     pool: Table
     pooled_R: Any
     shares_RQW: Any
+    page_size: int
 
 
 class SparseDecoder:
@@ -66,17 +67,19 @@ class SparseDecoder:
     ) -> None:
         k_pool_SHD = k_pools[0]
         _, num_heads, head_dim = k_pool_SHD.shape
-        reasons = list(unsupported_plan(plan, k_pool_SHD))
+        reasons = list(unsupported_plan(plan, k_pool_SHD, num_q_heads))
         if reasons or plan.selection is None:
             raise NotImplementedError(
                 f"layer plan {plan.name} ({plan.source}): sparse decode on the CPU does not compute this plan: "
                 f"{'; '.join(reasons)}. Change the plan, or choose full."
             )
-        num_lists = num_heads if plan.scorer.heads == "kv_head" else 1
+        num_lists, num_lent = (
+            num_heads if heads == "kv_head" else 1 for heads in (plan.scorer.heads, plan.scorer.lends)
+        )
         self.plan, self.selection = plan, plan.selection
         self.k_pools = k_pools  # [S, H, D] of every layer: `key_from` scores those of another one
         self.geometry = Geometry(k_pool_SHD.dtype, num_heads, num_q_heads // num_heads, head_dim)
-        self.state = ShareState(plan, num_requests, num_lists, strict=strict)
+        self.state = ShareState(plan, num_requests, num_lists, num_lent=num_lent, strict=strict)
         self.metrics = metrics or Metrics()
         self.keys = make_index_keys(plan, k_pool_SHD, num_q_heads, model_identity, strict=strict)
         self.scores = Scores(plan, self.geometry, self.keys)
@@ -86,7 +89,7 @@ class SparseDecoder:
         self.extended: Table | None = None
         if plan.selection.refresh_every > 1:
             size = (plan.selection.pool_size or 0) + plan.selection.refresh_every
-            self.extended = Table.empty(num_requests, num_lists, size)
+            self.extended = Table.empty(num_requests, num_lent, size)
         # windows by request slot (int32), where rows differ in what is forced
         self.windows_B: Any = None
         self._counter = StepCounter(plan)
@@ -179,7 +182,7 @@ class SparseDecoder:
 
     def refresh_keys(self, layer: BoundLayer, k_SHD: Tensor) -> None:
         """Bring the index keys of the forward's rows up to date, once the layer has written its keys."""
-        if not layer.scores or layer.key_from is not None or self.keys is None:
+        if self.keys is None or layer.layer not in self.keys.layers:
             return
         num_stale = self.keys.refresh(layer.layer, k_SHD)
         self.clock.lap("copy")
@@ -232,7 +235,7 @@ class SparseDecoder:
         if self.extended is not None:
             candidates, pooled_R = self.extended, self._resume(layer, step, self.extended)
         scored = self._score(layer, q, k_SHD, rows, candidates, pooled_R, rerank=False)
-        reranks = self.plan.scorer.reranks_own_pool
+        reranks = self.plan.reranks_own_pool
         if layer.pool_readers or reranks or self.extended is not None:
             pool = state.table_to_write(layer, "pool")
             self._keep(scored, pool, part="compaction")
@@ -256,13 +259,18 @@ class SparseDecoder:
         return pooled_R
 
     def _keep_indices(self, layer: BoundLayer, scored: _Scored) -> Table:
-        if not layer.index_readers:
-            self._keep(scored, self.state.own)
-            return self.state.own
-        table = self.state.table_to_write(layer, "indices")
-        self._keep(scored, table)
-        self.state.seal(layer, "indices")
-        return table
+        """Indices for the readers, and the table by which the layer itself attends: lists of its own are finer
+        where it lends one list for all KV heads."""
+        own, scorer = self.state.own, self.plan.scorer
+        if layer.index_readers:
+            table = self.state.table_to_write(layer, "indices")
+            self._keep(scored, table)
+            self.state.seal(layer, "indices")
+            if scorer.lends == scorer.heads:
+                return table
+        if layer.attend != "all":
+            self._keep(scored, own)
+        return own
 
     def _score(
         self,
@@ -281,12 +289,15 @@ class SparseDecoder:
             source, k_SHD = layer.key_from, self.k_pools[layer.key_from]
         shares = self.scores.score(source, q, k_SHD, rows, pool, pooled_R, rerank=rerank)
         self.clock.lap("rerank" if pooled_R.all() else "scan")
-        return _Scored(rows, pool, pooled_R, shares)
+        return _Scored(rows, pool, pooled_R, *shares)
 
     def _keep(self, scored: _Scored, out: Table, *, part: str = "top_k") -> None:
         self.clock.lap("rest")
-        window = self.selection.window if self.windows_B is None else self.windows_B[scored.rows.requests_R]
-        cpu_select.keep(*scored, self.selection.sink, window, out)
+        rows, pool, pooled_R, shares_RQW, page_size = scored
+        sinks, window = self.selection.sink, self.selection.window
+        if self.windows_B is not None:
+            window = self.windows_B[rows.requests_R]
+        cpu_select.keep(rows, pool, pooled_R, shares_RQW, sinks, window, out, page_size=page_size)
         self.clock.lap(part)
 
 
@@ -303,14 +314,14 @@ def warm_up(decoder: SparseDecoder, k_pool_SHD: Tensor, num_q_heads: int) -> Non
     table = Table.empty(1, 1, 1)
     none_R, q = np.zeros(1, np.uint8), np.zeros((1, num_q_heads, head_dim), np.float32)
     decoder.scores.begin(1, 1)
+    if decoder.keys is not None:
+        decoder.keys.begin(rows)
     # a layer with a copy, and one without that scans for itself
     for layer in {layer.layer: None for layer in (*decoder.plan.layers[:1], *_scoring(decoder.plan)[:1])}:
         for rerank in (False, True):
-            work = decoder.scores.score(layer, q, tiny, rows, table, none_R, rerank=rerank)
-    cpu_select.keep(rows, table, none_R, work, 0, 1, table)
+            work, page_size = decoder.scores.score(layer, q, tiny, rows, table, none_R, rerank=rerank)
+            cpu_select.keep(rows, table, none_R, work, 0, 1, table, page_size=page_size)
     cpu_sparse.attend(decoder.geometry, q, as_array(tiny), as_array(tiny), rows, table, np.zeros_like(q))
-    if decoder.keys is not None:
-        cpu_codes.missing(rows, np.ones(1, np.uint8), 0, 1)
 
 
 def _scoring(plan: BoundPlan) -> list[BoundLayer]:

@@ -20,6 +20,7 @@ from ..kernels.cpu_attention import run_attention
 from ..kernels.cpu_numba import as_array
 from .plan import BoundLayer, BoundPlan
 from .repair_step import ExtendBatch, Piece, RepairStep, Tokens
+from .share_state import ShareState
 from .sparse_decode import SparseDecoder, share_threads
 from .step_clock import StepClock
 
@@ -53,15 +54,23 @@ class SparseRepair:
         step = RepairStep(
             batch,
             sparse_T,
-            roles.plan,
-            num_lists=self._decoder.state.own.positions.shape[1],
+            roles.selection,
             num_q_heads=geometry.num_kv_heads * geometry.group,
-            strict=self._decoder.state.strict,
+            make_state=self._make_state,
         )
         roles.scores.begin(min(step.piece_size, int(sparse_T.sum())), step.width)
         if roles.keys is not None:
             roles.keys.begin(step.histories())
         return step
+
+    def _make_state(self, num_rows: int) -> ShareState:
+        roles, scorer = self._roles, self._roles.plan.scorer
+        num_lists, num_lent = (
+            roles.geometry.num_kv_heads if heads == "kv_head" else 1 for heads in (scorer.heads, scorer.lends)
+        )
+        return ShareState(
+            roles.plan, num_rows, num_lists, num_lent=num_lent, strict=self._decoder.state.strict
+        )
 
     def _short(self, lens_T: Any) -> Any:
         """bool [T]: tokens with so few keys that they run dense."""

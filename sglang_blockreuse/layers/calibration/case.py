@@ -80,6 +80,13 @@ class Case:
         self.future = keys > self._positions[:, None]  # bool [R, J], keys that a row does not see
         self.dense, _ = self.log_probs(None)
 
+    def check(self, plan: BoundPlan) -> None:
+        """Raises ValueError for a plan that this would compute wrongly."""
+        if not is_plain(plan):
+            raise ValueError(
+                f"plan {plan.name}: this case scores exact keys with all heads in every step; judge it as ScoredCase"
+            )
+
     def figures(self, plan: BoundPlan) -> Figures:
         return self.compare(self.log_probs(plan)[0])
 
@@ -150,8 +157,7 @@ class Case:
             watch(layer, shares, shares.sum(0))
         bound = plan.layers[layer] if plan is not None else None
         if plan is not None and bound is not None and bound.role != "dense":
-            assert plan.selection is not None
-            indices = self._indices(bound, plan.selection, logits_QRJ, chosen)
+            indices = self._indices(bound, plan, logits_QRJ, chosen)
             if bound.attend == "selected":
                 weights = torch.zeros_like(logits_QRJ)
                 at = indices.expand(model.num_q_heads, -1, -1)
@@ -170,28 +176,38 @@ class Case:
     def _indices(
         self,
         layer: BoundLayer,
-        selection: Selection,
+        plan: BoundPlan,
         logits_QRJ: Tensor,
         chosen: dict[tuple[int, str], Tensor],
     ) -> Tensor:
-        """[R, K] positions of the layer, ascending or not; what it lends to others goes into `chosen`."""
+        """Positions of the layer [R, K], or [Q, R, K], ascending or not; what it lends to others goes into `chosen`."""
         if layer.role == "reuse":
             return chosen[layer.anchor or 0, "indices"]
+        selection = plan.selection
+        assert selection is not None
         pool = chosen[layer.anchor or 0, "pool"] if layer.role == "reindex" else None
-        scores = self.scores(logits_QRJ, selection, pool)
+        shares = self.shares(logits_QRJ, pool)
+        scores = self._forcing(shares.sum(0), selection, pool)
         # lent whether or not this plan reads it: a pass that starts late may be that of a plan which does
         if layer.role == "full" and selection.pool_size:
             chosen[layer.layer, "pool"] = _best(scores, selection.pool_size, None)
         chosen[layer.layer, "indices"] = _best(scores, selection.final_k, pool)
-        return chosen[layer.layer, "indices"]
+        if plan.scorer.heads == "layer":
+            return chosen[layer.layer, "indices"]
+        per_head = self._forcing(shares.unflatten(0, (self.model.num_kv_heads, -1)).sum(1), selection, pool)
+        best = _best(per_head, selection.final_k, pool)
+        return best.repeat_interleave(self.model.num_q_heads // self.model.num_kv_heads, 0)
 
-    def scores(self, logits_QRJ: Tensor, selection: Selection, pool_RM: Tensor | None) -> Tensor:
-        """[R, J], or [R, M] over a pool: the heads' shares summed, infinite on sinks and window."""
-        positions = torch.arange(logits_QRJ.shape[-1]).expand(self.num_rows, -1)
+    def shares(self, logits_QRJ: Tensor, pool_RM: Tensor | None) -> Tensor:
+        """[Q, R, J], or [Q, R, M] over a pool: each head's softmax among what is scored."""
         if pool_RM is not None:
             logits_QRJ = logits_QRJ.gather(-1, pool_RM.expand(logits_QRJ.shape[0], -1, -1))
-            positions = pool_RM
-        scores = logits_QRJ.softmax(-1).sum(0).masked_fill_(self.forced(positions, selection), torch.inf)
+        return logits_QRJ.softmax(-1)
+
+    def _forcing(self, scores: Tensor, selection: Selection, pool_RM: Tensor | None) -> Tensor:
+        """Scores [..., R, J or M] made infinite on sinks and window."""
+        positions = torch.arange(scores.shape[-1]).expand(self.num_rows, -1) if pool_RM is None else pool_RM
+        scores = scores.masked_fill(self.forced(positions, selection), torch.inf)
         return scores.masked_fill_(positions > self._positions[:, None], -torch.inf)
 
     def forced(self, positions: Tensor, selection: Selection) -> Tensor:
@@ -199,9 +215,18 @@ class Case:
         return (positions < selection.sink) | (positions > self._positions[:, None] - selection.window)
 
 
+def is_plain(plan: BoundPlan) -> bool:
+    """All heads score the layer's own keys, layers lend one list, every full layer in every step."""
+    scorer = plan.scorer
+    plain = (scorer.kind, scorer.lends, scorer.scan_heads) == ("exact_qk", "layer", "all")
+    plain &= not plan.scorer.reranks_own_pool and all(layer.key_from is None for layer in plan.layers)
+    return plain and (plan.selection is None or plan.selection.refresh_every == 1)
+
+
 def _best(scores: Tensor, size: int, pool_RM: Tensor | None) -> Tensor:
+    """[..., R, size] positions of the highest scores [..., R, J or M]."""
     best = scores.topk(min(size, scores.shape[-1]), -1, sorted=False).indices
-    return best if pool_RM is None else pool_RM.gather(-1, best)
+    return best if pool_RM is None else pool_RM.expand(*best.shape[:-1], -1).gather(-1, best)
 
 
 def by_kind(cases: Sequence[Case], parts: Sequence[Figures]) -> dict[str, Figures]:
@@ -213,12 +238,7 @@ def by_kind(cases: Sequence[Case], parts: Sequence[Figures]) -> dict[str, Figure
 
 
 def evaluate(cases: Sequence[Case], plan: BoundPlan) -> list[Figures]:
-    """Each case under a plan. Raises ValueError for a scorer that it would compute wrongly."""
-    scorer = plan.scorer
-    if (scorer.kind, scorer.heads, scorer.scan_heads) != ("exact_qk", "layer", "all"):
-        raise ValueError(
-            f"plan {plan.name}: scorer {scorer} is not evaluated; give kind exact_qk, heads layer, scan_heads all"
-        )
-    if plan.selection is not None and plan.selection.refresh_every > 1:
-        raise ValueError(f"plan {plan.name}: refresh_every is not evaluated; judge the plan without it")
+    """Each case under a plan. Raises ValueError for a plan that it would compute wrongly."""
+    for case in cases:
+        case.check(plan)
     return [case.figures(plan) for case in cases]

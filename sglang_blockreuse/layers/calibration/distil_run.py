@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from ...kernels.reference_index import IndexMap
@@ -30,6 +31,12 @@ from .texts import HELD_OUT, KINDS, Texts
 
 NUM_ROWS = 24  # of each text, in its last half
 WEIGHTS_FILE = "weights.safetensors"
+_SCORERS = {
+    "exact_qk": Scorer(),
+    "int4_keys": Scorer(kind="int4_keys"),
+    "label_channels": Scorer(kind="label_channels"),
+    "learned": Scorer(kind="learned"),
+}
 
 
 class Recall(msgspec.Struct, frozen=True):
@@ -128,10 +135,12 @@ def _with_loss(
     ]
     rows = []
     for row in table:
-        if row.scorer in ("exact_qk", "int4_keys", *maps):
+        if row.scorer in _SCORERS:
+            # maps that are not in a file yet go by the name of their kind
+            judged = replace(plan, scorer=_SCORERS[row.scorer], weights_file=row.scorer)
             for case in cases:
-                case.scorer = maps.get(row.scorer, row.scorer)
-            kl = Figures.joined([case.figures(plan) for case in cases]).kl
+                case.weights = maps
+            kl = Figures.joined([case.figures(judged) for case in cases]).kl
             row = msgspec.structs.replace(row, kl=kl)
         rows.append(row)
     return rows

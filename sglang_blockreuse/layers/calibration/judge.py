@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from ..plan import BoundPlan, Selection
 from ..plan_explain import KVShape, explain
+from ..plan_support import MAPPED
 from .case import Case, Figures, by_kind, evaluate
 from .pattern import num_full, pattern_of
 
@@ -42,6 +43,7 @@ class Judged:
         pattern = pattern_of(self.plan)
         return {
             "name": self.name,
+            "scorer": described(self.plan),
             "k": self.num_chosen,
             "pool_size": self.plan.selection.pool_size if self.plan.selection else None,
             "pattern": pattern,
@@ -53,6 +55,26 @@ class Judged:
             "kl_by_kind": {kind: round(figures.kl, 5) for kind, figures in self.by_kind.items()},
             "nll_by_kind": {kind: round(figures.nll, 5) for kind, figures in self.by_kind.items()},
         }
+
+
+def described(plan: BoundPlan) -> str:
+    """What chose in this plan, in words: kind, heads, steps between scans."""
+    scorer, selection = plan.scorer, plan.selection
+    size = ""
+    if scorer.kind == "page_minmax":
+        size = f" of {scorer.tokens_per_page} tokens"
+    elif scorer.kind in MAPPED:
+        size = f" of {scorer.channels} channels"
+    words = [scorer.kind + size]
+    for what, heads in (("scan", scorer.scan_heads), ("rerank", scorer.rerank_heads)):
+        if heads == "routed":
+            residual = " and their residual" if scorer.residual else ""
+            words.append(f"{what} by {scorer.num_routed_heads} routed heads{residual}")
+        elif heads is not None and (heads != "all" or what == "rerank"):
+            words.append(f"{what} by {heads} heads")
+    if selection is not None and selection.refresh_every > 1:
+        words.append(f"every {selection.refresh_every} steps")
+    return ", ".join(words)
 
 
 def judge(name: str, plan: BoundPlan, cases: Sequence[Case], shape: KVShape, *, num_tokens: int) -> Judged:

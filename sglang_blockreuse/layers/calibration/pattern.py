@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..plan import BoundPlan, LayerEntry, ModelSpec, PlanSpec, Role, Selection
+from ..plan import BoundPlan, LayerEntry, ModelSpec, PlanSpec, Role, Scorer, Selection
 from ..plan_loader import LayerPlan
 
 ROLES: dict[str, Role] = {"D": "dense", "A": "full", "F": "full", "X": "reindex", "R": "reuse"}
+EXACT = Scorer()
+# a list per KV head for a layer's own attention, and one for all heads that it lends: heads of different layers
+# have nothing to do with each other
+PER_HEAD = Scorer(heads="kv_head", lend_heads="layer")
 # who lends what a letter takes
 LENDERS = {"X": "AF", "R": "AFX"}
 
@@ -48,7 +52,13 @@ def num_full(pattern: str) -> int:
 
 
 def plan_of(
-    pattern: str, selection: Selection, *, name: str, architecture: str | None = None, evidence: str = ""
+    pattern: str,
+    selection: Selection,
+    *,
+    name: str,
+    scorer: Scorer = EXACT,
+    architecture: str | None = None,
+    evidence: str = "",
 ) -> LayerPlan:
     """Raises PlanError for a pattern that no plan may have, KeyError for an unknown letter."""
     words = split(pattern)
@@ -66,15 +76,16 @@ def plan_of(
         name=name,
         model=ModelSpec(architecture=architecture, num_layers=len(words)),
         selection=selection,
+        scorer=scorer,
         layers=entries,
         evidence=evidence,
     )
     return LayerPlan(spec, name)
 
 
-def bound_of(pattern: str, selection: Selection) -> BoundPlan:
+def bound_of(pattern: str, selection: Selection, scorer: Scorer = EXACT) -> BoundPlan:
     """The pattern as a plan, bound."""
-    return plan_of(pattern, selection, name=pattern).bind(len(split(pattern)), None)
+    return plan_of(pattern, selection, name=pattern, scorer=scorer).bind(len(split(pattern)), None)
 
 
 def pattern_of(plan: BoundPlan) -> str:

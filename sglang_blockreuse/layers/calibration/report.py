@@ -80,12 +80,24 @@ class Report:
     def _table(self, k: int) -> list[str]:
         shown = [judged for judged in self.judged if judged.num_chosen == k]
         kinds = list(shown[0].by_kind)
-        head = ["plan", "full", "pool", "bytes / dense", "KL", "95 %", "NLL - dense", "KL p95", "same top-1"]
+        head = [
+            "plan",
+            "scorer",
+            "full",
+            "pool",
+            "bytes / dense",
+            "KL",
+            "95 %",
+            "NLL - dense",
+            "KL p95",
+            "same top-1",
+        ]
         head += [f"{what} {kind}" for what in ("KL", "NLL") for kind in kinds]
         lines = [" | ".join(head), " | ".join(["---"] * len(head))]
         for judged in shown:
             row, total, (low, high) = judged.row(), judged.total, judged.interval
-            cells = [judged.name, row["num_full"], row["pool_size"] or "-", f"{judged.byte_ratio:.3f}"]
+            cells = [judged.name, row["scorer"], row["num_full"], row["pool_size"] or "-"]
+            cells += [f"{judged.byte_ratio:.3f}"]
             cells += [f"{total.kl:.4f}", f"{low:.4f} to {high:.4f}", f"{total.nll:+.4f}"]
             cells += [f"{total.kl_p95:.3f}", f"{total.agreement:.3f}"]
             cells += [f"{judged.by_kind[kind].kl:.4f}" for kind in kinds]

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..plan import Selection
+from ..plan import Scorer, Selection
 from .case import Case, Figures, Trace, by_kind
-from .pattern import bound_of, join, lenders, num_full, split, uniform
+from .pattern import EXACT, bound_of, join, lenders, num_full, split, uniform
 
 Progress = Callable[[str], None]
 Moves = Callable[[str], Iterator[str]]
@@ -67,6 +67,8 @@ class Search:
 
     cases: Sequence[Case]
     selection: Selection
+    scorer: Scorer = EXACT
+    lead: str = "F"  # what a layer becomes that scores for others: F, or A where it attends to everything
     num_screened: int = 2  # cases that choose who is measured on all
     num_confirmed: int = 3
     report: Progress = lambda line: None
@@ -75,7 +77,7 @@ class Search:
     _traces: dict[str, list[Trace]] = field(default_factory=dict)
 
     def measure(self, pattern: str) -> Found:
-        plan = bound_of(pattern, self.selection)
+        plan = bound_of(pattern, self.selection, self.scorer)
         return self._found(pattern, [case.figures(plan) for case in self.cases])
 
     def shrink(self, pattern: str, follower: str, full: int) -> Found:
@@ -111,7 +113,7 @@ class Search:
         """One full layer more where that helps most, and one less where that harms least, as long as it helps."""
         found = self._note(self.measure(pattern))
         for _ in range(rounds):
-            more = self._best_of(found.pattern, list(promotions(found.pattern)))
+            more = self._best_of(found.pattern, list(promotions(found.pattern, self.lead)))
             less = self._best_of(more.pattern, list(demotions(more.pattern, follower)))
             if less.kl >= found.kl:
                 break
@@ -127,7 +129,7 @@ class Search:
 
     def _best_of(self, pattern: str, candidates: Sequence[str]) -> Found:
         """The best of the candidates on all cases, of those that look best on a few."""
-        base = _Base(self.cases, pattern, self.selection, self._traces.get(pattern))
+        base = _Base(self.cases, pattern, self.selection, self.scorer, self._traces.get(pattern))
         some = [
             (self._turn * self.num_screened + i) % len(self.cases)
             for i in range(min(self.num_screened, len(self.cases)))
@@ -167,15 +169,20 @@ class _Base:
     """A pattern whose passes were kept: others begin where they differ from it."""
 
     def __init__(
-        self, cases: Sequence[Case], pattern: str, selection: Selection, traces: list[Trace] | None
+        self,
+        cases: Sequence[Case],
+        pattern: str,
+        selection: Selection,
+        scorer: Scorer,
+        traces: list[Trace] | None,
     ) -> None:
-        self._cases, self._words, self._selection = cases, split(pattern), selection
-        plan = bound_of(pattern, selection)
+        self._cases, self._words, self._selection, self._scorer = cases, split(pattern), selection, scorer
+        plan = bound_of(pattern, selection, scorer)
         self.traces = traces or [case.log_probs(plan)[1] for case in cases]
 
     def run(self, candidate: str, which: Iterable[int]) -> Iterator[tuple[Figures, Trace]]:
         """Figures and trace of these cases."""
-        plan, words = bound_of(candidate, self._selection), split(candidate)
+        plan, words = bound_of(candidate, self._selection, self._scorer), split(candidate)
         # a word says its anchor only where that is not the latest lender, so layers behind this one may differ too
         since = next(i for i, (a, b) in enumerate(zip(self._words, words, strict=True)) if a != b)
         for i in which:
@@ -191,13 +198,13 @@ def demotions(pattern: str, follower: str) -> Iterator[str]:
         yield _with(words, {layer: follower})
 
 
-def promotions(pattern: str) -> Iterator[str]:
+def promotions(pattern: str, lead: str = "F") -> Iterator[str]:
     """One full layer more."""
     words = split(pattern)
     first = next(layer for layer, word in enumerate(words) if word[0] in "AF")
     for layer in range(first + 1, len(words)):
         if words[layer][0] in "XR":
-            yield _with(words, {layer: "F"})
+            yield _with(words, {layer: lead})
 
 
 def shifts(pattern: str) -> Iterator[str]:

@@ -117,7 +117,6 @@ class TestSomethingLeftOut:
 
     def test_answers_about_documents_stay_near_dense_repair(self, server, model_path):
         for repaired_kl, unrepaired_kl in rag_divergences(server, model_path, num_questions=3):
-            print("KLS", repaired_kl, unrepaired_kl)
             assert 0 < repaired_kl <= SPARSE_REPAIR_KL
             assert unrepaired_kl > SPARSE_REPAIR_KL, "the bound tells repair from none"
 

@@ -8,20 +8,29 @@ import pytest
 import torch
 
 from sglang_blockreuse.cli import main
+from sglang_blockreuse.kernels import reference_select
 from sglang_blockreuse.layers.calibration.case import Case, Figures, evaluate
 from sglang_blockreuse.layers.calibration.judge import at_budget, interval
 from sglang_blockreuse.layers.calibration.llama import Llama, UnsupportedModel
 from sglang_blockreuse.layers.calibration.overlap import MEASURES, collect
-from sglang_blockreuse.layers.calibration.pattern import bound_of, pattern_of, plan_of, uniform
+from sglang_blockreuse.layers.calibration.pattern import (
+    EXACT,
+    PER_HEAD,
+    bound_of,
+    pattern_of,
+    plan_of,
+    split,
+    uniform,
+)
 from sglang_blockreuse.layers.calibration.replay import replay
 from sglang_blockreuse.layers.calibration.search import (
     Search,
-    cheapenings,
     demotions,
     lendings,
     prior,
     promotions,
     shifts,
+    thrifts,
 )
 from sglang_blockreuse.layers.calibration.texts import ALL_KINDS, CHOICE, HELD_OUT, KINDS, SEARCH, Texts
 from sglang_blockreuse.layers.plan import Selection
@@ -51,22 +60,51 @@ class TestEvaluator:
         case.log_probs(None)
         assert (case._keys - keys).abs().max() < ROUNDING * keys.abs().max()
 
-    def test_reading_everything_is_dense(self, case):
+    @pytest.mark.parametrize("scorer", [EXACT, PER_HEAD], ids=["layer", "kv_head"])
+    def test_reading_everything_is_dense(self, case, scorer):
         everything = Selection(final_k=400, pool_size=400)
         for pattern in ("F" * NUM_LAYERS, MIXED, "A" + MIXED[1:], "D" * NUM_LAYERS):
-            log_probs, _ = case.log_probs(bound_of(pattern, everything))
+            log_probs, _ = case.log_probs(bound_of(pattern, everything, scorer))
             assert (log_probs - case.dense).abs().max() < ROUNDING
 
     def test_reading_less_is_seen_to_differ(self, case):
         assert case.figures(bound_of("F" * NUM_LAYERS, SMALL)).kl > 100 * ROUNDING
 
-    def test_a_pool_of_everything_gives_every_layer_its_own_selection(self, case):
+    @pytest.mark.parametrize("scorer", [EXACT, PER_HEAD], ids=["layer", "kv_head"])
+    def test_a_pool_of_everything_gives_every_layer_its_own_selection(self, case, scorer):
         wide = Selection(final_k=48, pool_size=400, sink=4, window=16)
-        pooled, _ = case.log_probs(bound_of("F" + "X" * 29, wide))
-        own, _ = case.log_probs(bound_of("F" * 30, wide))
-        narrow, _ = case.log_probs(bound_of("F" + "X" * 29, SMALL))
+        pooled, _ = case.log_probs(bound_of("F" + "X" * 29, wide, scorer))
+        own, _ = case.log_probs(bound_of("F" * 30, wide, scorer))
+        narrow, _ = case.log_probs(bound_of("F" + "X" * 29, SMALL, scorer))
         assert (pooled - own).abs().max() < ROUNDING
         assert (narrow - own).abs().max() > 100 * ROUNDING
+
+    def test_every_kv_head_reads_by_a_list_of_its_own(self, case):
+        """Against the law of selection, in the first layer, whose queries and keys are those of dense decode."""
+        plan, model = bound_of("F" * NUM_LAYERS, SMALL, PER_HEAD), case.model
+        num_keys = case.num_tokens + case.num_rows
+        hidden = model.embed(case._rows)
+        q_QRD, _, _ = model.qkv(0, hidden, case._positions)
+        case.log_probs(None)
+        keys_HJD = case._keys[0].clone()
+        logits = case._grouped(q_QRD) @ keys_HJD.transpose(1, 2) * model.head_dim**-0.5
+        logits_QRJ = logits.view(model.num_q_heads, case.num_rows, -1).masked_fill(case.future, -torch.inf)
+        found_QRK = case._indices(plan.layers[0], plan, logits_QRJ, {})
+        expected, _ = reference_select.scan(
+            q_QRD.transpose(0, 1).double(),
+            keys_HJD.transpose(0, 1).double(),
+            torch.arange(num_keys).repeat(case.num_rows),
+            torch.arange(case.num_rows + 1) * num_keys,
+            kv_lens_R=case._positions + 1,
+            size=SMALL.final_k,
+            scale=model.head_dim**-0.5,
+            heads="kv_head",
+            num_sinks=SMALL.sink,
+            window=SMALL.window,
+        )
+        each = expected.repeat_interleave(model.num_q_heads // model.num_kv_heads, 1).transpose(0, 1)
+        assert torch.equal(found_QRK.sort(-1).values.int(), each.int())
+        assert not torch.equal(each[0], each[-1])
 
     @pytest.mark.parametrize("since", [3, 13, 22])
     def test_a_pass_that_starts_late_equals_the_whole_pass(self, case, since):
@@ -191,8 +229,10 @@ class TestSearch:
     def test_moves(self):
         assert list(demotions("DFRF", "R")) == ["DFRR"]
         assert list(shifts("FRRF")) == ["FRFR"]
-        assert list(cheapenings("FXR")) == ["FRR"]
         assert list(promotions("FXR")) == ["FFR", "FXF"]
+        assert list(promotions("AXR", "A")) == ["AAR", "AXA"]
+        assert list(thrifts("AFXR", "RX")) == ["FFXR", "ARXR", "AXXR", "AFRR"]
+        assert list(thrifts("AFXR", "R")) == ["FFXR", "ARXR", "AFRR"]
         assert list(demotions("FFFX", "X")) == ["FXFX", "FFXX"]
         assert list(lendings("FFXR", 2, "XR")) == ["F F X0 R", "FFRR", "F F R0 R"]
         assert list(lendings("FFXR", 3, "R")) == ["F F X R1", "F F X R0"]
@@ -219,8 +259,24 @@ class TestSearch:
         exchanged = search.exchange(swept.pattern, "R", 1)
         assert exchanged.kl <= swept.kl
         assert exchanged.num_full == 4
-        cheap = search.cheapen("FXXF" + "R" * 26, lambda pattern: "X" not in pattern)
-        assert cheap.pattern == "FRRF" + "R" * 26
+
+    def test_a_descent_loses_least_per_cost_that_it_saves(self, case):
+        """Costs are made up."""
+        search = Search([case], SMALL, num_screened=1, num_confirmed=20)
+        start, worth = "AXXF" + "R" * 26, {"A": 9.0, "F": 5.0, "X": 2.0, "R": 1.0}
+
+        def cost(pattern: str) -> float:
+            return sum(worth[word[0]] for word in split(pattern))
+
+        base = search.measure(start)
+        rates = {
+            other: (search.measure(other).kl - base.kl) / (cost(start) - cost(other))
+            for other in thrifts(start, "RX")
+        }
+        found = search.descend(start, "RX", cost, cost(start) - 0.5)
+        assert found.pattern == min(rates, key=rates.__getitem__)
+        cheap = search.descend(start, "R", cost, 0.0)
+        assert cheap.pattern == "F" + "R" * 29, "nothing is left to save"
 
     def test_kinds_weigh_alike_and_the_worst_is_named(self, case):
         search = Search([case, case, _relabelled(case, "other")], SMALL)
@@ -301,10 +357,12 @@ def test_calibrate_writes_a_plan_that_loads_and_a_report(model_path, tmp_path, c
     plan = load_plan(tmp_path / "plan.yaml")
     assert plan.name == "found"
     assert pattern_of(plan.bind(30, "LlamaForCausalLM")).count("F") == 29
+    assert plan.spec.scorer == PER_HEAD
     report = json.loads((tmp_path / "report.json").read_text())
     assert {row["name"] for row in report["held_out"]} >= {
         "found",
         "own lists everywhere",
+        "own lists per KV head",
         "groups of 4, reuse",
     }
     assert report["search"][-1]["num_full"] == 29

@@ -99,6 +99,23 @@ def test_an_oracle_scans_for_nothing_and_its_readers_add_their_window():
     assert reader.main_bytes == (2048 + 128) * 4096
 
 
+def test_lists_per_kv_head_cost_positions_and_no_keys():
+    """K = 2048 of 8 KV heads: 4 bytes for each position that is written, read, lent or taken."""
+    finer = Scorer(heads="kv_head", lend_heads="layer")
+    plain, lists = (
+        explain(rerank(4, 8192, scorer).bind(NUM_LAYERS, None), LLAMA_8B, num_tokens=32768, batch=1).layers
+        for scorer in (Scorer(), finer)
+    )
+    for one, other in zip(plain, lists, strict=True):
+        assert (one.main_bytes, one.scan_bytes, one.rerank_bytes) == (
+            other.main_bytes,
+            other.scan_bytes,
+            other.rerank_bytes,
+        )
+    assert plain[1].index_bytes == 4 * (2 * 2048 + 8192)
+    assert lists[1].index_bytes == 4 * (2 * 8 * 2048 + 8192)
+
+
 def test_dense_attention_over_shared_kv_reads_what_dense_reads():
     found = explain(yoco(8, 4).bind(8, None), LLAMA_8B, num_tokens=4096, batch=1)
     assert found.total_bytes == found.dense_bytes

@@ -6,8 +6,9 @@
 
 A search begins with the pattern that loses the least softmax mass (dynamic programming over a table measured in one
 dense pass), or with --start, turns full layers into followers until --full are left, moves them about, and lets every
-follower choose its lender; every step is measured on the model. With --bytes, reindex layers then become reuse, the
-least harmful first, until a step reads that share of the bytes of dense decode. What is found is judged on texts that
+follower choose its lender; every step is measured on the model. With --bytes, layers then read less, the least harmful
+first per byte saved, until a step reads that share of the bytes of dense decode: full layers that attend to everything
+select, full layers follow, reindex layers reuse. What is found is judged on texts that
 the search did not see (--on). The folder gets plan.yaml, report.md, report.json and two plots.
 """
 
@@ -25,7 +26,7 @@ from ..layers.plan_loader import LayerPlan, load_plan
 # what a reader needs to repeat a report; paths of this machine are no part of it
 ENVIRONMENT = ("time", "commit", "python", "packages", "hardware")
 
-SEARCH_OPTIONS = {"name", "full", "follower", "start", "bytes", "rounds", "min_seq_len"}
+SEARCH_OPTIONS = {"name", "full", "follower", "start", "bytes", "rounds", "min_seq_len", "heads", "attend"}
 
 HELP = "find a layer plan for a model, or judge plans, with a report"
 
@@ -66,7 +67,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--start", metavar="PATTERN", help="begin with this pattern, one letter of D A F X R per layer"
     )
-    parser.add_argument("--bytes", type=float, metavar="SHARE", help="of dense decode, a plan of three roles")
+    parser.add_argument(
+        "--heads",
+        choices=("layer", "kv_head"),
+        default="kv_head",
+        help="layers attend by one list, or by one per KV head; what they lend is one list (default: kv_head)",
+    )
+    parser.add_argument(
+        "--attend",
+        choices=("selected", "all"),
+        default="selected",
+        help="full layers attend to what they select, or to everything they score (default: selected)",
+    )
+    parser.add_argument("--bytes", type=float, metavar="SHARE", help="of dense decode, to end with")
     parser.add_argument("--rounds", type=int, default=3, help="moves of full layers (default: 3)")
     parser.add_argument(
         "--final-k", type=int, default=196, help="positions read per row, sinks and window included"
@@ -120,6 +133,7 @@ def _distil(arguments: argparse.Namespace) -> None:
 class _Run:
     def __init__(self, arguments: argparse.Namespace) -> None:
         from ..layers.calibration.llama import Llama
+        from ..layers.calibration.pattern import EXACT, PER_HEAD
         from ..layers.calibration.texts import Texts
 
         self.arguments = arguments
@@ -131,6 +145,7 @@ class _Run:
             sink=arguments.sink,
             window=arguments.window,
         )
+        self.scorer = PER_HEAD if arguments.heads == "kv_head" else EXACT
 
     def run(self) -> None:
         from ..demo import environment
@@ -192,23 +207,28 @@ class _Run:
         arguments = self.arguments
         cases = self._cases(SEARCH, "texts to search on")
         report.overlap = collect(cases, self.selection)
+        lead = "A" if arguments.attend == "all" else "F"
         start = arguments.start or prior(
             report.overlap.loss(arguments.follower), arguments.full, arguments.follower
+        ).replace("F", lead)
+        search = Search(
+            cases, self.selection, self.scorer, lead, report=lambda line: print(line, file=sys.stderr)
         )
-        search = Search(cases, self.selection, report=lambda line: print(line, file=sys.stderr))
         found = search.shrink(start, arguments.follower, arguments.full)
         found = search.polish(found.pattern, arguments.rounds)
         if arguments.rounds:
             found = search.exchange(found.pattern, arguments.follower, arguments.rounds)
             found = search.sweep(found.pattern, arguments.follower)
         if arguments.bytes:
-            found = search.cheapen(found.pattern, lambda pattern: self._share(pattern) <= arguments.bytes)
+            letters = "RX" if self.selection.pool_size and arguments.follower == "X" else "R"
+            found = search.descend(found.pattern, letters, self._share, arguments.bytes)
         report.history = search.history
         selection = self._served_selection()
         plan = plan_of(
             found.pattern,
             selection,
             name=arguments.name,
+            scorer=self.scorer,
             architecture=self.model.architecture,
             evidence="report.md beside this file",
         )
@@ -221,7 +241,7 @@ class _Run:
         from ..layers.calibration.pattern import bound_of
         from ..layers.plan_explain import explain
 
-        plan = bound_of(pattern, self.selection)
+        plan = bound_of(pattern, self.selection, self.scorer)
         cost = explain(plan, self._shape(), num_tokens=self.arguments.lengths[1], batch=1)
         return cost.total_bytes / cost.dense_bytes
 
@@ -268,13 +288,14 @@ class _Run:
 
     def _beside(self) -> dict[str, BoundPlan]:
         """What plans are compared with: every layer for itself, and groups of equal size."""
-        from ..layers.calibration.pattern import bound_of, uniform
+        from ..layers.calibration.pattern import PER_HEAD, bound_of, uniform
 
         num_layers = self.model.num_layers
         patterns = {"own lists everywhere": "F" * num_layers}
         patterns |= {f"groups of {n}, reuse": uniform(num_layers, n, "R") for n in (2, 4, 8)}
         patterns |= {"groups of 4, reindex": uniform(num_layers, 4, "X")}
-        return {name: bound_of(pattern, self.selection) for name, pattern in patterns.items()}
+        found = {name: bound_of(pattern, self.selection) for name, pattern in patterns.items()}
+        return found | {"own lists per KV head": bound_of("F" * num_layers, self.selection, PER_HEAD)}
 
     def _shape(self) -> Any:
         from ..layers.plan_explain import KVShape

@@ -212,7 +212,11 @@ class _Step:
         self.final_k = min(selection.final_k, num_tokens) if selection else num_tokens
         # without a pool, or with one that holds everything, a reindex layer scores the whole history
         self.pool = min((selection.pool_size if selection else None) or num_tokens, num_tokens)
-        self.num_lists = shape.num_kv_heads if plan.scorer.heads == "kv_head" else 1
+        # lists by which a layer attends, and those that it lends
+        self.num_lists, self.num_lent = (
+            shape.num_kv_heads if heads == "kv_head" else 1
+            for heads in (plan.scorer.heads, plan.scorer.lends)
+        )
 
     def cost(self, layer: BoundLayer) -> LayerCost:
         dense = self.dense or layer.role == "dense"
@@ -271,10 +275,14 @@ class _Step:
 
     def _index(self, layer: BoundLayer) -> float:
         """T is written where it is scored and read by attention; Ω is written once, read by each reranker."""
-        positions = self.final_k * (2 if layer.scores else 1) if layer.attend == "selected" else self.final_k
+        finer = self.num_lists > self.num_lent
+        if layer.attend == "all" or not layer.scores:
+            positions = self.final_k * self.num_lent
+        else:
+            positions = self.final_k * (2 * self.num_lists + (finer and bool(layer.index_readers)))
         if self.pool < self.num_tokens and (layer.role == "reindex" or layer.pool_readers):
-            positions += self.pool
-        return float(_POSITION_BYTES * self.num_lists * positions)
+            positions += self.pool * self.num_lent
+        return float(_POSITION_BYTES * positions)
 
 
 def _mb(num_bytes: float) -> str:

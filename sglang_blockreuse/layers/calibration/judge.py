@@ -66,6 +66,8 @@ def described(plan: BoundPlan) -> str:
     elif scorer.kind in MAPPED:
         size = f" of {scorer.channels} channels"
     words = [scorer.kind + size]
+    if scorer.heads == "kv_head":
+        words.append("lists per KV head" + (", one lent for all" if scorer.lends == "layer" else ""))
     for what, heads in (("scan", scorer.scan_heads), ("rerank", scorer.rerank_heads)):
         if heads == "routed":
             residual = " and their residual" if scorer.residual else ""

@@ -34,11 +34,15 @@ class ScoredCase(Case):
         super().__init__(self._queries, kind, ids, num_rows)  # type: ignore[arg-type]
 
     def check(self, plan: BoundPlan) -> None:
-        """Raises ValueError for a scorer that is not served, for lists per KV head, and for weights it lacks."""
+        """Raises ValueError for a scorer that is not served, for weights it lacks, and for lists per KV head of
+        another scorer than exact keys, or lent to layers whose heads are others."""
+        if is_plain(plan):
+            return
         scorer = plan.scorer
         if scorer.kind not in SERVED or scorer.heads != "layer":
             raise ValueError(
-                f"plan {plan.name}: scorer {scorer} is not evaluated; give heads layer and one of {', '.join(SERVED)}"
+                f"plan {plan.name}: scorer {scorer} is not evaluated; give heads layer and one of {', '.join(SERVED)}, "
+                "or exact_qk with heads kv_head, lend_heads layer"
             )
         if scorer.kind in MAPPED and plan.weights_file not in self.weights:
             raise ValueError(f"plan {plan.name}: scorer {scorer.kind} needs the weights {plan.weights_file}")

@@ -6,7 +6,7 @@ not be harmless together. So the table only proposes, and every step is measured
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -120,30 +120,54 @@ class Search:
             found = self._note(less)
         return found
 
-    def cheapen(self, pattern: str, enough: Callable[[str], bool]) -> Found:
-        """Turn reindex layers into reuse, the least harmful first, until `enough`, or no layer is left to turn."""
+    def descend(self, pattern: str, letters: str, cost: Callable[[str], float], budget: float) -> Found:
+        """The change that loses least per cost saved, again and again, until the cost is within the budget.
+
+        Changes are those of `thrifts`; it ends before the budget where there is none left.
+        """
         found = self._note(self.measure(pattern))
-        while not enough(found.pattern) and (candidates := list(cheapenings(found.pattern))):
-            found = self._note(self._best_of(found.pattern, candidates))
+        while (now := cost(found.pattern)) > budget:
+            saved = {other: now - cost(other) for other in thrifts(found.pattern, letters)}
+            if not (cheaper := [other for other, much in saved.items() if much > 0]):
+                break
+            found = self._note(self._best_of(found.pattern, cheaper, base_kl=found.kl, saved=saved))
         return found
 
-    def _best_of(self, pattern: str, candidates: Sequence[str]) -> Found:
-        """The best of the candidates on all cases, of those that look best on a few."""
+    def _best_of(
+        self,
+        pattern: str,
+        candidates: Sequence[str],
+        *,
+        base_kl: float = 0.0,
+        saved: Mapping[str, float] | None = None,
+    ) -> Found:
+        """The best of the candidates on all cases, of those that look best on a few.
+
+        With `saved` the best is the one that adds the least KL to `base_kl` per cost that it saves.
+        """
         base = _Base(self.cases, pattern, self.selection, self.scorer, self._traces.get(pattern))
         some = [
             (self._turn * self.num_screened + i) % len(self.cases)
             for i in range(min(self.num_screened, len(self.cases)))
         ]
         self._turn += 1
+
+        def badness(candidate: str, kl: float, base_kl: float) -> float:
+            return kl if saved is None else (kl - base_kl) / saved[candidate]
+
         screened = list(candidates)
         if len(screened) > self.num_confirmed:
-            looks = {c: sum(figures.kl for figures, _ in base.run(c, some)) for c in screened}
-            screened = sorted(screened, key=looks.__getitem__)[: self.num_confirmed]
+            look = base.kl(some)
+            looks = {c: sum(figures.kl for figures, _ in base.run(c, some)) / len(some) for c in screened}
+            screened.sort(key=lambda c: badness(c, looks[c], look))
+            screened = screened[: self.num_confirmed]
         best: Found | None = None
         for candidate in screened:
             parts = list(base.run(candidate, range(len(self.cases))))
             found = self._found(candidate, [figures for figures, _ in parts])
-            if best is None or found.kl < best.kl:
+            if best is None or badness(candidate, found.kl, base_kl) < badness(
+                best.pattern, best.kl, base_kl
+            ):
                 # the next step begins at this pattern or at the winner
                 best = found
                 self._traces = {pattern: base.traces, candidate: [trace for _, trace in parts]}
@@ -177,8 +201,14 @@ class _Base:
         traces: list[Trace] | None,
     ) -> None:
         self._cases, self._words, self._selection, self._scorer = cases, split(pattern), selection, scorer
-        plan = bound_of(pattern, selection, scorer)
-        self.traces = traces or [case.log_probs(plan)[1] for case in cases]
+        self._plan = bound_of(pattern, selection, scorer)
+        self.traces = traces or [case.log_probs(self._plan)[1] for case in cases]
+
+    def kl(self, which: Sequence[int]) -> float:
+        """Of the pattern itself, the mean over these cases."""
+        last = self._plan.num_layers - 1
+        parts = (self._cases[i].log_probs(self._plan, since=last, trace=self.traces[i])[0] for i in which)
+        return sum(self._cases[i].compare(part).kl for i, part in zip(which, parts, strict=True)) / len(which)
 
     def run(self, candidate: str, which: Iterable[int]) -> Iterator[tuple[Figures, Trace]]:
         """Figures and trace of these cases."""
@@ -219,12 +249,19 @@ def shifts(pattern: str) -> Iterator[str]:
                 yield _with(words, {layer: words[other][0], other: words[layer]})
 
 
-def cheapenings(pattern: str) -> Iterator[str]:
-    """One reindex layer becomes reuse: three roles from two."""
+def thrifts(pattern: str, letters: str) -> Iterator[str]:
+    """One layer reads less: all becomes what is selected, a full one follows (in one of `letters`, R or X), a
+    reindex layer reuses where R is one of them. The first full layer goes on leading."""
     words = split(pattern)
+    first = next(layer for layer, word in enumerate(words) if word[0] in "AF")
     for layer, word in enumerate(words):
-        if word[0] == "X":
-            yield _with(words, {layer: "R"})
+        less = "F" if word[0] == "A" else ""
+        if word[0] in "AF" and layer > first:
+            less += letters
+        if word[0] == "X" and "R" in letters:
+            less += "R"
+        for letter in less:
+            yield _with(words, {layer: letter})
 
 
 def lendings(pattern: str, layer: int, letters: str, *, num_lenders: int = 3) -> Iterator[str]:

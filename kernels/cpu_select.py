@@ -89,20 +89,22 @@ def keep(
     pooled_R: Any,
     work_RQW: Any,
     sinks: int,
-    window: int,
+    window: Any,
     out: Table,
     *,
     page_size: int = 1,
 ) -> None:
     """Writes the best positions of every row into `out`, as many as its rows hold or the row has.
 
-    `out` has one list, or one per KV head; `pool` has as many, or one for all of them.
+    The first `sinks` positions and the last `window` (one number, or int32 [R]) come before all others. `out` has one
+    list, or one per KV head; `pool` has as many, or one for all of them.
 
     With a `page_size` above 1 a row that scored its history scored its pages: column c stands for the positions
     from c * page_size on, which all have its score.
     """
+    window_R = np.full(len(rows.requests_R), window, np.int32) if np.isscalar(window) else window
     _keeper(page_size)(
-        rows.requests_R, rows.lens_R, rows.slot_table, *pool, pooled_R, work_RQW, sinks, window, *out
+        rows.requests_R, rows.lens_R, rows.slot_table, *pool, pooled_R, work_RQW, sinks, window_R, *out
     )
 
 
@@ -191,7 +193,7 @@ def _keeper(page_size: int) -> Callable[..., None]:
                 bits[j] = to_bits(score[j if pooled[r] else j // page_size])
             for j in range(length):
                 position = positions[request, c, j] if pooled[r] else j
-                if position < sinks or position >= lens[r] - window:
+                if position < sinks or position >= lens[r] - window[r]:
                     bits[j] = np.uint32(0xFFFFFFFF)
             size = min(out.shape[2], length)
             threshold, num_equal = threshold_of(bits, size)

@@ -186,6 +186,7 @@ def _join_backend(backend: Any, cache: Any, metrics: Metrics) -> None:
     if sparse is not None:
         sparse.metrics = metrics
         cache.steps.announce = sparse.written
+        cache.steps.sparse_repair = backend.repair is not None
 
 
 def _tags(ctx: Any, config: Config) -> SlotTags | None:

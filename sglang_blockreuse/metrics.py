@@ -30,6 +30,10 @@ SERIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "guard_total": ("Requests that the guard judged, by verdict.", ("verdict",)),
     "decode_rows_total": ("Rows of decode steps under a sparse layer plan: sparse, or why dense.", ("kind",)),
     "decode_tokens_total": ("Token reads of sparse rows, summed over layers, by what reads them.", ("kind",)),
+    "repair_rows_total": (
+        "Tokens that repaired reused blocks under a plan with `prefill: sparse`: sparse, or short and so dense.",
+        ("kind",),
+    ),
     "decode_own_scans_total": ("Scans by consumers whose shared state was stale.", ("role",)),
     "decode_staleness_total": (
         "How old shared state was when it was used, summed over sparse rows: layers to the anchor, summed over its "

@@ -119,6 +119,20 @@ class BlockPlan:
             if len(part):
                 yield copy.segment, part
 
+    def repairs_within(self, low: int, high: int) -> Iterator[Interval]:
+        """Positions of the chunk [low, high) that are computed inside copied blocks, ascending.
+
+        What stands before the first copy sees only exact KV and is exact itself, and the last position is what
+        the request samples from: neither counts.
+        """
+        blocks = [segment.interval for segment in self.segments if not segment.is_path]
+        for run in self.runs_within(low, high):
+            run = run.clip(self.first_local, self.end - 1)
+            for block in blocks:
+                part = block.clip(run.start, run.end)
+                if len(part):
+                    yield part
+
     def num_computed(self, low: int, high: int) -> int:
         return sum(len(r) for r in self.runs_within(low, high))
 
@@ -203,3 +217,4 @@ class Fold:
     req_pool_indices: Any
     req_pool_indices_cpu: Any
     rids: tuple[str, ...]
+    repair_T: Any = None  # bool [computed tokens]: those that a layer plan may make sparse; None: no token

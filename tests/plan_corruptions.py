@@ -67,6 +67,19 @@ def unknown_role(raw: Raw) -> str:
 
 
 @corruption
+def unknown_prefill(raw: Raw) -> str:
+    raw["prefill"] = "full"
+    return "prefill"
+
+
+@corruption
+def sparse_prefill_of_dense_layers(raw: Raw) -> str:
+    raw["prefill"] = "sparse"
+    raw["layers"] = [{"layers": "all", "role": "dense"}]
+    return "prefill"
+
+
+@corruption
 def missing_role(raw: Raw) -> str:
     del raw["layers"][0]["role"]
     return "layers[0].role"

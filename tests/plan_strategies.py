@@ -35,8 +35,10 @@ def raw_plans(draw: st.DrawFn, every_role: bool = False) -> Raw:
         ]
     for layer in range(len(layers), num_layers):
         layers.append(_layer(draw, layer, layers, pool))
+    is_sparse = any(words["role"] != "dense" for words in layers)
     return {
         "version": 1,
+        "prefill": draw(st.sampled_from(["dense", "sparse"])) if is_sparse else "dense",
         "name": draw(st.text(st.characters(codec="ascii", categories=("L", "N")), min_size=1)),
         "model": {"num_layers": num_layers},
         "selection": selection,

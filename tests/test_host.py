@@ -101,6 +101,7 @@ def test_the_metric_names_are_frozen():
         "probe_seconds_total": (),
         "guard_total": ("verdict",),
         "decode_rows_total": ("kind",),
+        "repair_rows_total": ("kind",),
         "decode_tokens_total": ("kind",),
         "decode_own_scans_total": ("role",),
         "decode_seconds_total": ("part", "role"),

@@ -76,6 +76,7 @@ def test_fingerprints_keep_their_golden_values():
     [
         edited("name: example", "name: other\nevidence: none yet"),
         edited("sink: 4, window: 64, ", ""),
+        edited("name: example", "name: example\nprefill: dense"),
         edited("scorer: {kind: exact_qk, heads: layer}\n", ""),
         edited("heads: layer", "heads: layer, lend_heads: layer"),
         edited("  - {layers: 3-6,  role: reindex, anchor: 2}\n", "")
@@ -85,6 +86,7 @@ def test_fingerprints_keep_their_golden_values():
     ids=[
         "name and evidence",
         "defaults left out",
+        "dense prefill",
         "no scorer",
         "lent as attended",
         "ranges cut and moved",
@@ -114,6 +116,7 @@ MEANINGS = [
     ("reuse,   anchor: 2", "reuse, anchor: 2, kv_from: 2, own_window: 8"),
     ("reindex, anchor: 2", "reindex, anchor: 2, key_from: 2"),
     ("reindex, anchor: 2", "reuse, anchor: 2"),
+    ("name: example", "name: example\nprefill: sparse"),
 ]
 
 
@@ -129,7 +132,9 @@ def test_writing_and_reading_a_plan_keeps_what_it_means(raw):
     as_json = parse_plan(json.dumps(raw), "plan.json")
     assert plan.fingerprint == again.fingerprint == as_json.fingerprint
     num_layers = raw["model"]["num_layers"]
-    assert plan.bind(num_layers, None).layers == again.bind(num_layers, None).layers
+    bound, bound_again = plan.bind(num_layers, None), again.bind(num_layers, None)
+    assert bound.layers == bound_again.layers
+    assert bound.prefill == bound_again.prefill == raw["prefill"]
 
 
 @pytest.mark.parametrize("corrupt", CORRUPTIONS, ids=lambda corruption: corruption.__name__)

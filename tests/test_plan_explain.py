@@ -9,7 +9,7 @@ from sglang_blockreuse.kernels import reference_route
 from sglang_blockreuse.layers import plan_explain
 from sglang_blockreuse.layers.plan import Scorer, Selection
 from sglang_blockreuse.layers.plan_explain import KVShape, explain
-from sglang_blockreuse.layers.plan_loader import load_plan
+from sglang_blockreuse.layers.plan_loader import load_plan, parse_plan
 from sglang_blockreuse.layers.presets import every, hybrid_oracle, index_cache, wide_pool, yoco
 
 LLAMA_8B = KVShape(num_kv_heads=8, head_dim=128)
@@ -201,3 +201,14 @@ class TestRoutedHeads:
 
     def test_the_stride_is_the_laws(self):
         assert plan_explain.ROUTE_STRIDE == reference_route.STRIDE
+
+
+def test_sparse_repair_is_told():
+    plans = [reuse(4, INT4), parse_plan(reuse(4, INT4).to_yaml() + "prefill: sparse\n", "plan.yaml")]
+    dense, sparse = (
+        explain(plan.bind(NUM_LAYERS, None), LLAMA_8B, num_tokens=32768, batch=1) for plan in plans
+    )
+    assert (dense.to_dict()["prefill"], sparse.to_dict()["prefill"]) == ("dense", "sparse")
+    assert "repair" not in dense.to_text()
+    assert "tokens that repair reused blocks attend under this plan" in sparse.to_text()
+    assert [cost.total_bytes for cost in dense.layers] == [cost.total_bytes for cost in sparse.layers]

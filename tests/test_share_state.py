@@ -1,12 +1,27 @@
-"""Share state against a model: rows come, step, move, are rolled back and go; every planted fault is detected."""
+"""Share state against a model: rows come, step, move, are rolled back and go; every planted fault is detected.
+
+    python tests/test_share_state.py [--steps 10000]
+
+takes random steps until there are so many, and says how many there were; pytest takes MIN_STEPS.
+"""
 
 from __future__ import annotations
 
+import argparse
+import functools
+
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from sparse_world import make_plan
 
 from sglang_blockreuse.layers.share_state import FIELDS, NotTheWriterError, ShareState, StaleShareState
@@ -15,7 +30,17 @@ PLAN = make_plan("DFXRXRFR", final_k=6, pool_size=9, sink=1, window=2)
 NUM_REQUESTS, NUM_LISTS = 6, 2
 CONSUMERS = [layer for layer in PLAN.layers if layer.anchor is not None]
 WRITES = [(layer, kind) for layer in PLAN.layers for kind in ("pool", "indices")]
-STEPS, EXAMPLES = 60, 240  # more than 12,000 steps
+MIN_STEPS = 10_000
+SETTINGS = settings(
+    max_examples=60,
+    phases=[
+        Phase.generate,
+        Phase.shrink,
+    ],  # no replay of earlier failures: the control below has one each time
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
 
 
 def writes_of(state):
@@ -29,8 +54,24 @@ def fill(table, request, seed):
     table.positions[request], table.slots[request], table.counts[request] = values, values + 3, size
 
 
+def counted_rule(**arguments):
+    """A rule whose calls count once they ended without a mismatch."""
+
+    def decorate(method):
+        @functools.wraps(method)
+        def counted(self, **given):
+            method(self, **given)
+            Rows.num_steps += 1
+
+        return rule(**arguments)(counted)
+
+    return decorate
+
+
 class Rows(RuleBasedStateMachine):
     """The model: per request slot the identity of its row, its length, and the step in which it last wrote."""
+
+    num_steps = 0  # of all examples
 
     @initialize()
     def start(self):
@@ -43,7 +84,7 @@ class Rows(RuleBasedStateMachine):
     # -- what the host does ------------------------------------------------------------------
 
     @precondition(lambda self: len(self.rows) < NUM_REQUESTS)
-    @rule(length=st.integers(1, 50))
+    @counted_rule(length=st.integers(1, 50))
     def admit(self, length):
         slot = next(slot for slot in range(NUM_REQUESTS) if slot not in self.rows)
         self.generation[slot] += 1
@@ -51,7 +92,7 @@ class Rows(RuleBasedStateMachine):
         self.batch.append(slot)  # merged at the end, as the host does
 
     @precondition(lambda self: self.batch)
-    @rule(data=st.data(), tells=st.booleans())
+    @counted_rule(data=st.data(), tells=st.booleans())
     def end(self, data, tells):
         """Finished, retracted or aborted; the state may or may not be told."""
         slot = data.draw(st.sampled_from(self.batch))
@@ -61,19 +102,19 @@ class Rows(RuleBasedStateMachine):
             self.state.invalidate([slot])
 
     @precondition(lambda self: len(self.batch) > 1)
-    @rule(data=st.data())
+    @counted_rule(data=st.data())
     def reorder(self, data):
         self.batch = data.draw(st.permutations(self.batch))
 
     @precondition(lambda self: self.batch)
-    @rule(data=st.data())
+    @counted_rule(data=st.data())
     def roll_back(self, data):
         slot = data.draw(st.sampled_from(self.batch))
         self.rows[slot] = data.draw(st.integers(1, self.rows[slot]))
         self.state.truncate(slot, self.rows[slot])
 
     @precondition(lambda self: self.batch)
-    @rule(data=st.data())
+    @counted_rule(data=st.data())
     def step(self, data):
         """A decode step of some rows, in layer order; some writers leave out some rows, as an error would."""
         which = data.draw(st.lists(st.sampled_from(self.batch), min_size=1, unique=True))
@@ -103,7 +144,7 @@ class Rows(RuleBasedStateMachine):
         return self.seed
 
     @precondition(lambda self: self.batch)
-    @rule(data=st.data())
+    @counted_rule(data=st.data())
     def look_without_writing(self, data):
         """The same rows at the same lengths in a new step: nothing of an older step may be taken."""
         slot = data.draw(st.sampled_from(self.batch))
@@ -120,13 +161,33 @@ class Rows(RuleBasedStateMachine):
             assert stamps.shape == (NUM_REQUESTS, len(FIELDS))
 
 
-TestRows = Rows.TestCase
-TestRows.settings = settings(
-    max_examples=EXAMPLES,
-    stateful_step_count=STEPS,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+def take_steps(num_steps):
+    """Run examples until they took `num_steps` steps; how many they took."""
+    Rows.num_steps = 0
+    while Rows.num_steps < num_steps:
+        before = Rows.num_steps
+        run_state_machine_as_test(Rows, settings=SETTINGS)
+        assert Rows.num_steps > before
+    return Rows.num_steps
+
+
+def test_ten_thousand_steps_agree_with_the_model():
+    taken = take_steps(MIN_STEPS)
+    print(f"{taken} steps without a mismatch")
+    assert taken >= MIN_STEPS
+
+
+def test_a_state_whose_steps_have_no_version_is_seen(monkeypatch):
+    """Negative control of the machine: what a row left in an earlier step looks like its own."""
+    begin = ShareState.begin
+
+    def same_version(state, *rows):
+        begin(state, *rows)
+        state._expected_R3[:, 1] = 1
+
+    monkeypatch.setattr(ShareState, "begin", same_version)
+    with pytest.raises(AssertionError):
+        take_steps(MIN_STEPS)
 
 
 def sealed(*, strict=False):
@@ -236,3 +297,9 @@ def test_its_size_does_not_grow_with_the_context():
     state = ShareState(PLAN, 5, 1)
     entries = 9 + 6 * 3 + 6  # one pool, the lists of layers 2, 4 and 6, the own one
     assert state.num_bytes == 5 * (8 * entries + 4 * 5 + 48 * 4)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Random steps of share state against its model.")
+    parser.add_argument("--steps", type=int, default=MIN_STEPS)
+    print(f"{take_steps(parser.parse_args().steps)} steps without a mismatch")

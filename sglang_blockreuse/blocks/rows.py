@@ -22,10 +22,13 @@ from ..types import Fold, Interval
 FOLD_KEY = "blockreuse_fold"
 
 
-def fold_batch(batch: Any, runs_per_request: Sequence[Sequence[Interval]]) -> tuple[Any, Fold]:
+def fold_batch(
+    batch: Any, runs_per_request: Sequence[Sequence[Interval]], *, repair_T: torch.Tensor | None = None
+) -> tuple[Any, Fold]:
     """A shallow copy of the host's ScheduleBatch with one row per run, and how to undo it.
 
     runs_per_request: for each request, the runs that tile what it computes of its chunk.
+    repair_T: see `Fold`.
     The given batch is not modified.
     """
     rows = [(i, run) for i, runs in enumerate(runs_per_request) for run in runs]
@@ -75,7 +78,24 @@ def fold_batch(batch: Any, runs_per_request: Sequence[Sequence[Interval]]) -> tu
         req_pool_indices=batch.req_pool_indices,
         req_pool_indices_cpu=batch.req_pool_indices_cpu,
         rids=tuple(r.rid for r in batch.reqs),
+        repair_T=repair_T,
     )
+
+
+def repair_mask(
+    runs_per_request: Sequence[Sequence[Interval]], repairs_per_request: Sequence[Sequence[Interval]]
+) -> torch.Tensor | None:
+    """bool [computed tokens], true at the positions of `repairs_per_request`; None where there are none."""
+    if not any(repairs_per_request):
+        return None
+    parts = []
+    for runs, repairs in zip(runs_per_request, repairs_per_request, strict=True):
+        for run in runs:
+            flags = torch.zeros(len(run), dtype=torch.bool)
+            for part in (repair.clip(run.start, run.end) for repair in repairs):
+                flags[part.start - run.start : max(part.end, part.start) - run.start] = True
+            parts.append(flags)
+    return torch.cat(parts)
 
 
 def attach(forward_batch: Any, fold: Fold) -> None:

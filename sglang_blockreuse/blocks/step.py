@@ -19,7 +19,7 @@ from .manager import BlockManager, plan_of
 from .plan import build_plan, subtract
 from .policy import POLICIES, Evidence
 from .probe import MAX_QUESTION_TOKENS, Kind, Probe, Subject
-from .rows import fold_batch
+from .rows import fold_batch, repair_mask
 from .tags import SlotTags
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,7 @@ class PrefillSteps:
     ) -> None:
         self.tags = tags  # kept only where alpha or beta is not 0
         self.announce: Callable[[Tensor], None] | None = None  # told of slots before KV is copied into them
+        self.sparse_repair = False  # the layer plan makes repair sparse, so the backend must know its tokens
         self._blocks = blocks
         self._loader = loader
         self._metrics = metrics
@@ -109,11 +110,16 @@ class PrefillSteps:
             [Interval(low, low + extend)]
             for low, extend in zip(batch.prefix_lens, batch.extend_lens, strict=True)
         ]
+        repairs: list[list[Interval]] = [[] for _ in runs]
         for part in parts:
             runs[part.index] = _plan(part).runs_within(part.low, part.high)
-        if all(len(r) == 1 and len(r[0]) == n for r, n in zip(runs, batch.extend_lens, strict=True)):
+            if self.sparse_repair:
+                repairs[part.index] = list(_plan(part).repairs_within(part.low, part.high))
+        repair_T = repair_mask(runs, repairs)
+        whole = all(len(r) == 1 and len(r[0]) == n for r, n in zip(runs, batch.extend_lens, strict=True))
+        if whole and repair_T is None:
             return batch, None
-        folded, fold = fold_batch(batch, runs)
+        folded, fold = fold_batch(batch, runs, repair_T=repair_T)
         self._report(batch, fold, num_copied)
         return folded, fold
 

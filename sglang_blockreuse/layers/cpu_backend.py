@@ -1,8 +1,9 @@
 """SGLang's attention backend on the CPU: dense attention over the token pool, virtual rows included, and decode
 steps under a layer plan.
 
-Only pure decode batches are sparse. Decode rows that the host mixes into a prefill batch run dense, as prefill and
-repair rows do; the host does not say which rows they are.
+Only pure decode batches are sparse, and under a plan with `prefill: sparse` the repair tokens of prefill batches.
+Decode rows that the host mixes into a prefill batch run dense, as the rest of a prefill does; the host does not say
+which rows they are.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
+from ..blocks.rows import fold_of
 from ..kernels.cpu_attention import AttentionPlan, KeyBias, Workspace, plan_attention, run_attention
 from .decode_step import Batch, Step
 from .index_weights import model_identity
 from .plan import BoundPlan
 from .plan_support import unsupported_sharing
+from .repair_step import ExtendBatch, RepairStep
 from .row_modes import RowModes
 from .sparse_decode import SparseDecoder, warm_up
+from .sparse_repair import SparseRepair
 
 logger = logging.getLogger(__name__)
 
@@ -57,13 +61,16 @@ class CpuAttnBackend(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.probe: Any | None = None  # looks on for the length of one forward, see blocks/probe.py
-        self.forward_metadata: AttentionPlan | Step | None = None
+        self.forward_metadata: AttentionPlan | Step | RepairStep | None = None
         self.workspace = Workspace()
         # what KV of decode steps is valid for: None or a dense plan writes what a full prefill would
         self.layer_plan = layer_plan
         self.readers = frozenset(layer_plan.shared_layers) if layer_plan is not None else frozenset[int]()
         self.row_modes = RowModes(self.req_to_token_pool.req_generation.numpy())
         self.sparse = _sparse_decoder(runner, layer_plan, timing)
+        self.repair: SparseRepair | None = None
+        if self.sparse is not None and self.sparse.plan.prefill == "sparse":
+            self.repair = SparseRepair(self.sparse)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan the forward for all layers. Raises NotImplementedError for speculative modes."""
@@ -85,6 +92,11 @@ class CpuAttnBackend(AttentionBackend):
         elif mode.is_extend_without_speculative() and not mode.is_dllm_extend():
             extend_lens = forward_batch.extend_seq_lens.tolist()
             prefix_lens = forward_batch.extend_prefix_lens.tolist()
+            if self.repair is not None and (fold := fold_of(forward_batch)) and fold.repair_T is not None:
+                batch = self._extend_batch(requests, prefix_lens, extend_lens, fold.repair_T)
+                self.forward_metadata = self.repair.begin(batch)
+                if self.forward_metadata is not None:
+                    return
         else:
             raise NotImplementedError(
                 f"attention backend blockreuse on the CPU: forward mode {mode.name} is not supported; "
@@ -105,6 +117,20 @@ class CpuAttnBackend(AttentionBackend):
             lens=lens,
             row_ids=pool.req_generation.numpy()[requests],
             dense=self.row_modes.dense(requests),
+            bias=self._bias(),
+        )
+
+    def _extend_batch(
+        self, requests: list[int], prefix_lens: list[int], extend_lens: list[int], repair_T: Tensor
+    ) -> ExtendBatch:
+        pool = self.req_to_token_pool
+        return ExtendBatch(
+            slot_table=pool.req_to_token,
+            requests=requests,
+            prefix_lens=prefix_lens,
+            extend_lens=extend_lens,
+            repair_T=repair_T.numpy(),
+            row_ids=pool.req_generation.numpy()[requests],
             bias=self._bias(),
         )
 
@@ -168,6 +194,9 @@ class CpuAttnBackend(AttentionBackend):
         if isinstance(plan, Step):
             assert self.sparse is not None
             self.sparse.run(plan, layer.layer_id, q, keys, values, out, scale=layer.scaling)
+        elif isinstance(plan, RepairStep):
+            assert self.repair is not None
+            self.repair.run(plan, layer.layer_id, q, keys, values, out, scale=layer.scaling)
         else:
             run_attention(plan, q, keys, values, out, scale=layer.scaling, workspace=self.workspace)
         return out.view(out.shape[0], -1)

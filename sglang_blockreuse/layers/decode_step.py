@@ -6,7 +6,7 @@ Dims as in sparse_decode.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +29,32 @@ class Batch(NamedTuple):
     bias: KeyBias | None
 
 
+class SparseRows(Protocol):
+    """Rows that select, each with one query."""
+
+    @property
+    def rows(self) -> Rows: ...
+
+    @property
+    def history_R(self) -> Any:
+        """uint8 [R] of zeros: every row scores its history, none a pool."""
+        ...
+
+
+class DenseRows(Protocol):
+    """What of a forward attends to everything."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def dense_N(self) -> Tensor:
+        """int64, tokens of the forward that are not sparse."""
+        ...
+
+    def dense_plan(self, *, every_row: bool) -> AttentionPlan: ...
+
+
 class Step:
     """One decode step: which rows are sparse, and the dense attention of the others, planned when it is needed."""
 
@@ -41,10 +67,14 @@ class Step:
         self.dense_N = torch.from_numpy(self.dense)
         requests, lens = np.array(batch.requests, np.int32), np.array(batch.lens, np.int32)
         self.rows = Rows(
-            requests[self.sparse], lens[self.sparse], batch.slot_table.numpy(), *_bias_terms(batch.bias)
+            requests[self.sparse], lens[self.sparse], batch.slot_table.numpy(), *bias_terms(batch.bias)
         )
         self.history_R = np.zeros(len(self.sparse), np.uint8)  # every row scores its history, none a pool
         self._plans: dict[bool, AttentionPlan] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.batch.requests)
 
     def dense_plan(self, *, every_row: bool) -> AttentionPlan:
         """Attention of all rows (a dense layer) or of the dense rows alone."""
@@ -64,7 +94,7 @@ def subset(rows: Rows, which: Any) -> Rows:
     return rows._replace(requests_R=rows.requests_R[which], lens_R=rows.lens_R[which])
 
 
-def _bias_terms(bias: KeyBias | None) -> tuple[Any, Any]:
+def bias_terms(bias: KeyBias | None) -> tuple[Any, Any]:
     """Tags and the logit term of each of the four tags; no tags where both terms are 0."""
     if bias is None or (bias.alpha == 0 and bias.beta == 0):
         return NO_TAGS, NO_BIAS

@@ -7,6 +7,8 @@ A plan gives every decoder layer one role for decode steps:
     reindex  scores only inside its anchor's pool, writes its own T            (eq. 7 of the source)
     reuse    attends over its anchor's T as it is
 
+With `prefill: sparse` the roles also hold for the tokens that repair reused blocks; the rest of a prefill is dense.
+
 Four objects can be shared and each is another promise: T (`reuse`), Ω (`reindex`), main KV (`kv_from`),
 indexer keys (`key_from`). The first two are decided anew each step, the last two change what the cache holds.
 """
@@ -20,6 +22,7 @@ from msgspec import UNSET, Meta, Struct
 
 Role = Literal["dense", "full", "reindex", "reuse"]
 Attend = Literal["selected", "all"]
+Prefill = Literal["dense", "sparse"]
 ScorerKind = Literal["exact_qk", "int4_keys", "label_channels", "page_minmax", "learned", "model_indexer"]
 ListHeads = Literal["layer", "kv_head"]
 ScanHeads = Literal["all", "fused", "routed"]
@@ -147,6 +150,9 @@ class PlanSpec(_Strict):
     model: ModelSpec = ModelSpec()
     selection: Selection | None = None
     scorer: Scorer = Scorer()
+    prefill: Prefill = (
+        "dense"  # sparse: tokens that repair reused blocks attend under the plan, as decode rows do
+    )
     evidence: str = ""  # where the figures for this plan stand, or `unproven`; no part of the fingerprint
 
 
@@ -184,6 +190,7 @@ class BoundPlan(Struct, frozen=True, kw_only=True):
     selection: Selection | None  # None only if no layer is sparse
     scorer: Scorer
     layers: tuple[BoundLayer, ...]
+    prefill: Prefill = "dense"
     weights_file: str | None = None  # path of scorer.weights
     trained_sharing: bool = False  # the checkpoint was trained with its kv_from and key_from
     warnings: tuple[str, ...] = ()  # what the plan promises and this project cannot check

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from sglang_blockreuse.layers.plan import BoundLayer, BoundPlan, Scorer
+from sglang_blockreuse.layers.plan import BoundLayer, BoundPlan, Prefill, Scorer
 
 _POSITION_BYTES, _FLAG_BYTES = 4, 1
 # a token of a page: when its slot was written, and its slot; a page: when its bounds were read, and its tag
@@ -99,6 +99,7 @@ class Explanation(Struct, frozen=True, kw_only=True):
     num_tokens: int  # history of each row
     batch: int
     rows_are_dense: bool  # history too short for the plan to apply
+    prefill: Prefill  # whether tokens that repair reused blocks are read for as decode rows are
     layers: tuple[LayerCost, ...]
     dense_bytes: float
     kv_bytes_per_token: float  # resident K and V of one token, of all layers that keep their own
@@ -134,7 +135,7 @@ class Explanation(Struct, frozen=True, kw_only=True):
         total = (
             f"plan {_mb(self.total_bytes)} MB, dense {_mb(self.dense_bytes)} MB, {self.ratio:.1f} times less"
         )
-        return "\n".join([title, *table, *note, total, *self._memory()])
+        return "\n".join([title, *table, *note, total, *self._memory(), *self._repair()])
 
     def _memory(self) -> Iterator[str]:
         if self.shared_layers:
@@ -148,6 +149,13 @@ class Explanation(Struct, frozen=True, kw_only=True):
             yield (
                 f"index keys keep {self.copy_bytes_per_token:,.0f} bytes per token beside "
                 f"{self.kv_bytes_per_token:,.0f} of KV ({share:.1%})"
+            )
+
+    def _repair(self) -> Iterator[str]:
+        if self.prefill == "sparse":
+            yield (
+                "prefill: sparse, tokens that repair reused blocks attend under this plan too; the rest of a prefill "
+                "is dense"
             )
 
     def _lines(self) -> Iterator[tuple[str, ...]]:
@@ -178,6 +186,7 @@ def explain(plan: BoundPlan, shape: KVShape, *, num_tokens: int, batch: int) -> 
         num_tokens=num_tokens,
         batch=batch,
         rows_are_dense=plan.rows_are_dense(num_tokens),
+        prefill=plan.prefill,
         layers=tuple(step.cost(layer) for layer in plan.layers),
         dense_bytes=float(batch * plan.num_layers * num_tokens * 2 * shape.key_bytes),
         kv_bytes_per_token=float(2 * len(set(plan.kv_layers)) * shape.key_bytes),

@@ -72,6 +72,7 @@ class LayerPlan:
             selection=self.spec.selection,
             scorer=self.spec.scorer,
             layers=layers,
+            prefill=self.spec.prefill,
             weights_file=self._weights_file(),
             trained_sharing=self.spec.model.trained_sharing,
             warnings=tuple(_unproved_promises(self.spec, layers)),
@@ -149,7 +150,7 @@ def _canonical(spec: PlanSpec) -> dict[str, Any]:
         scorer.pop("weights", None)  # its digest says what is in it
         if spec.scorer.lends == spec.scorer.heads:
             scorer.pop("lend_heads", None)
-    kept = {key: content[key] for key in ("model", "selection", "scorer") if content.get(key)}
+    kept = {key: content[key] for key in ("model", "selection", "scorer", "prefill") if content.get(key)}
     return {**kept, "layers": list(_merged(spec))}
 
 

@@ -28,6 +28,7 @@ def resolve(spec: PlanSpec, source: str, num_layers: int | None) -> tuple[BoundL
     _check_selection(spec, source)
     _check_scorer(spec, source)
     owner = _expand(spec, source, num_layers)
+    _check_prefill(spec, source)
     layers = tuple(BoundLayer.from_entry(i, spec.layers[owner[i]]) for i in range(len(owner)))
     _check_first_sparse(layers, owner, source)
     for layer in layers:
@@ -157,6 +158,12 @@ def _check_routing(scorer: Scorer, refuse: Callable[[str, str, str], NoReturn]) 
         refuse("num_routed_heads", "no pass is routed", "Remove it or set scan_heads: routed")
     if not routed and scorer.residual:
         refuse("residual", "only routed scoring leaves heads out", "Remove it or set scan_heads: routed")
+
+
+def _check_prefill(spec: PlanSpec, source: str) -> None:
+    if spec.prefill == "sparse" and all(entry.role == "dense" for entry in spec.layers):
+        rule = "every layer is dense, so repair has nothing to select from"
+        raise PlanError(source, "prefill", spec.prefill, rule, "Remove it, or give a layer the role full")
 
 
 def _check_first_sparse(layers: tuple[BoundLayer, ...], owner: list[int], source: str) -> None:

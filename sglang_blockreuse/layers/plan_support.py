@@ -24,6 +24,8 @@ def unsupported_plan(plan: BoundPlan, k_pool_SHD: Tensor, num_q_heads: int | Non
     if num_q_heads is not None:
         yield from unsupported_routing(plan, num_kv_heads, num_q_heads)
     yield from unsupported_sharing(plan)
+    if plan.prefill == "sparse":
+        yield from unsupported_repair(plan)
 
 
 def unsupported_sharing(plan: BoundPlan) -> Iterator[str]:
@@ -34,6 +36,14 @@ def unsupported_sharing(plan: BoundPlan) -> Iterator[str]:
             f"own_window on layers {windows} is not served: a prefix hit and a copied block bring the shared KV and "
             "not the layer's own, so its window would depend on how the prompt was computed; leave own_window out"
         )
+
+
+def unsupported_repair(plan: BoundPlan) -> Iterator[str]:
+    """What in a plan sparse repair does not compute."""
+    if plan.scorer.kind == "page_minmax":
+        yield "prefill: sparse is not served with scorer page_minmax: pages belong to rows, and repair tokens share one"
+    if any(layer.kv_from is not None for layer in plan.layers):
+        yield "prefill: sparse is not served together with kv_from"
 
 
 def unsupported_scorer(plan: BoundPlan, num_kv_heads: int, head_dim: int) -> Iterator[str]:

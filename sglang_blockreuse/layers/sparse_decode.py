@@ -29,7 +29,7 @@ from ..kernels.cpu_numba import as_array
 from ..kernels.cpu_select import Geometry, Rows, Table
 from ..metrics import Metrics
 from .decode_counts import StepCounter
-from .decode_step import NO_BIAS, NO_TAGS, Batch, Step, subset
+from .decode_step import NO_BIAS, NO_TAGS, Batch, DenseRows, SparseRows, Step, subset
 from .plan import BoundLayer, BoundPlan
 from .plan_support import unsupported_plan
 from .scorers import Scores, make_index_keys
@@ -91,6 +91,8 @@ class SparseDecoder:
         if plan.selection.refresh_every > 1:
             size = (plan.selection.pool_size or 0) + plan.selection.refresh_every
             self.extended = Table.empty(num_requests, num_lent, size)
+        # windows by request slot (int32), where rows differ in what is forced
+        self.windows_B: Any = None
         self._counter = StepCounter(plan)
 
     # -- steps -------------------------------------------------------------------------------
@@ -104,8 +106,7 @@ class SparseDecoder:
         self.clock.begin(self.metrics)
         if not sparse_T.any():
             return None
-        # numba's setting belongs to a thread, and PyTorch's may change
-        numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+        share_threads()
         step = Step(batch, sparse_T)
         self.state.begin(step.rows.requests_R, np.asarray(batch.row_ids)[step.sparse], step.rows.lens_R)
         self.scores.begin(len(step.sparse), int(step.rows.lens_R.max()))
@@ -149,24 +150,20 @@ class SparseDecoder:
             plan = step.dense_plan(every_row=True)
             run_attention(plan, q_TQD, k_SHD, v_SHD, out_TQD, scale=scale, workspace=self.workspace)
         elif not step.all_sparse:
-            self._run_dense_rows(step, q_TQD, k_SHD, v_SHD, out_TQD, scale)
+            self.run_dense_rows(step, q_TQD, k_SHD, v_SHD, out_TQD, scale)
         self.clock.lap("dense")
         if layer.role == "dense":
             return
-        num_tokens = len(step.batch.requests)
+        num_tokens = step.num_tokens
         q_RQD = q_TQD[:num_tokens] if step.all_sparse else q_TQD[step.sparse_R]
         q, keys, values = (q_RQD.float() * scale).numpy(), as_array(k_SHD), as_array(v_SHD)
-        if self.keys is not None and layer.layer in self.keys.layers:
-            num_stale = self.keys.refresh(layer.layer, k_SHD)
-            self.clock.lap("copy")
-            if num_stale:
-                self.metrics.add("decode_stale_keys_total", num_stale)
-        chosen = list(self._select(layer, step, q, k_SHD))
+        self.refresh_keys(layer, k_SHD)
+        chosen = list(self.select(layer, step, q, k_SHD))
         if layer.attend == "all":
             return
         out_RQD = torch.empty(q_RQD.shape, dtype=torch.float32)
         self.clock.lap("rest")
-        self._attend(chosen, q, keys, values, out_RQD.numpy())
+        self.attend(chosen, q, keys, values, out_RQD.numpy())
         self.clock.lap("attention")
         if step.all_sparse:
             out_TQD[:num_tokens] = out_RQD
@@ -174,19 +171,29 @@ class SparseDecoder:
         else:
             out_TQD[step.sparse_R] = out_RQD.to(out_TQD.dtype)
 
-    def _run_dense_rows(
-        self, step: Step, q_TQD: Tensor, k_SHD: Tensor, v_SHD: Tensor, out_TQD: Tensor, scale: float
+    def run_dense_rows(
+        self, step: DenseRows, q_TQD: Tensor, k_SHD: Tensor, v_SHD: Tensor, out_TQD: Tensor, scale: float
     ) -> None:
         q_NQD = q_TQD[step.dense_N]
         out_NQD = torch.empty_like(q_NQD)
         plan = step.dense_plan(every_row=False)
         run_attention(plan, q_NQD, k_SHD, v_SHD, out_NQD, scale=scale, workspace=self.workspace)
-        out_TQD[len(step.batch.requests) :] = 0
+        out_TQD[step.num_tokens :] = 0
         out_TQD[step.dense_N] = out_NQD
 
-    def _attend(
+    def refresh_keys(self, layer: BoundLayer, k_SHD: Tensor) -> None:
+        """Bring the index keys of the forward's rows up to date, once the layer has written its keys."""
+        if self.keys is None or layer.layer not in self.keys.layers:
+            return
+        num_stale = self.keys.refresh(layer.layer, k_SHD)
+        self.clock.lap("copy")
+        if num_stale:
+            self.metrics.add("decode_stale_keys_total", num_stale)
+
+    def attend(
         self, chosen: Sequence[tuple[Any, Rows, Table]], q: Any, keys: Any, values: Any, out: Any
     ) -> None:
+        """Attention of float32 queries, which carry the scale, over what `select` gave, into `out`."""
         if len(chosen) == 1:
             _, rows, table = chosen[0]
             cpu_sparse.attend(self.geometry, q, keys, values, rows, table, out)
@@ -198,8 +205,8 @@ class SparseDecoder:
 
     # -- roles -------------------------------------------------------------------------------
 
-    def _select(
-        self, layer: BoundLayer, step: Step, q: Any, k_SHD: Tensor
+    def select(
+        self, layer: BoundLayer, step: SparseRows, q: Any, k_SHD: Tensor
     ) -> Iterator[tuple[Any, Rows, Table]]:
         """(rows of the step, the same as Rows, the table that holds their indices), disjoint and complete."""
         every = slice(None)
@@ -223,7 +230,7 @@ class SparseDecoder:
             if len(fresh):
                 yield fresh, subset(step.rows, fresh), table
 
-    def _full(self, layer: BoundLayer, step: Step, q: Any, k_SHD: Tensor) -> Table:
+    def _full(self, layer: BoundLayer, step: SparseRows, q: Any, k_SHD: Tensor) -> Table:
         rows, state = step.rows, self.state
         candidates, pooled_R = state.own, step.history_R
         if self.extended is not None:
@@ -241,7 +248,7 @@ class SparseDecoder:
                 scored = self._score(layer, q, k_SHD, rows, pool, every_R, rerank=True)
         return self._keep_indices(layer, scored)
 
-    def _resume(self, layer: BoundLayer, step: Step, extended: Table) -> Any:
+    def _resume(self, layer: BoundLayer, step: SparseRows, extended: Table) -> Any:
         """Fill `extended` with the layer's last pools and what came since; uint8 [R], 0: the row scans."""
         table, seen_R, age_R = self.state.resume(layer)
         cpu_select.extend(step.rows, table, seen_R, extended)
@@ -289,8 +296,15 @@ class SparseDecoder:
         self.clock.lap("rest")
         rows, pool, pooled_R, shares_RQW, page_size = scored
         sinks, window = self.selection.sink, self.selection.window
+        if self.windows_B is not None:
+            window = self.windows_B[rows.requests_R]
         cpu_select.keep(rows, pool, pooled_R, shares_RQW, sinks, window, out, page_size=page_size)
         self.clock.lap(part)
+
+
+def share_threads() -> None:
+    """Compiled kernels take as many threads as PyTorch: numba's setting belongs to a thread, PyTorch's may change."""
+    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
 
 
 def warm_up(decoder: SparseDecoder, k_pool_SHD: Tensor, num_q_heads: int) -> None:

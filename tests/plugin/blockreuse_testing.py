@@ -10,6 +10,9 @@
     testing_rotations: int          move keys by this many times their distance, until another request is planned
     testing_stale: FIELD            spoil this field of what layer groups share about the request, in every step;
                                     "unseen" spoils the positions and stamps them as good
+    testing_stale_repair: [P, FIELD]  the same for the repair token at position P, where the plan has `prefill: sparse`
+    testing_dense_repair: true      repair is dense although the plan has `prefill: sparse`
+    testing_short_repair: true      repair tokens whose keys are fewer than final_k go the way of the others
     testing_mute: true              announce no write of KV to the index keys, until another request is admitted
 
 The variable BLOCKREUSE_TESTING_ROPE_BASE moves keys wrongly from the server's start on; BLOCKREUSE_TESTING_AUDIT is the
@@ -41,6 +44,10 @@ def register():
     HookRegistry.register("sglang_blockreuse.blocks.rope.RopeGroup.cos_sin", wrong_rope, HookType.AROUND)
     HookRegistry.register("sglang_blockreuse.layers.row_modes.RowModes.admit", note_stale, HookType.AFTER)
     HookRegistry.register("sglang_blockreuse.layers.share_state.ShareState.seal", spoil, HookType.AROUND)
+    HookRegistry.register(
+        "sglang_blockreuse.layers.sparse_repair.SparseRepair._short", nobody, HookType.AROUND
+    )
+    HookRegistry.register("sglang_blockreuse.blocks.step.repair_mask", dense_repair, HookType.AROUND)
     for store in ("index_keys.IndexKeys", "page_index.PageIndex"):
         HookRegistry.register(f"sglang_blockreuse.layers.{store}.written", mute, HookType.AROUND)
         HookRegistry.register(f"sglang_blockreuse.layers.{store}.begin", audit, HookType.BEFORE)
@@ -125,9 +132,11 @@ def wrong_rope(original, group, old, new):
 
 
 STALE = {}  # request slot -> field
-
+STALE_REPAIR = {}  # keys of a repair token -> field; tests that set it send one request at a time
 
 muted = False
+repair_is_dense = False
+short_repair_is_sparse = False
 
 
 def mute(original, keys, slots):
@@ -142,28 +151,48 @@ def audit(keys, rows):
 
 
 def note_stale(result, modes, reqs):
-    global muted
+    global muted, repair_is_dense, short_repair_is_sparse
     muted = any(knob(req, "testing_mute") for req in reqs)
+    repair_is_dense = any(knob(req, "testing_dense_repair") for req in reqs)
+    short_repair_is_sparse = any(knob(req, "testing_short_repair") for req in reqs)
+    STALE_REPAIR.clear()
+    STALE_REPAIR.update(
+        {found[0] + 1: found[1] for found in (knob(req, "testing_stale_repair") for req in reqs) if found}
+    )
     for req in reqs:
         STALE.pop(req.kv.req_pool_idx, None)
         if knob(req, "testing_stale"):
             STALE[req.kv.req_pool_idx] = knob(req, "testing_stale")
 
 
+def dense_repair(original, runs, repairs):
+    return None if repair_is_dense else original(runs, repairs)
+
+
+def nobody(original, repair, lens):
+    return lens < 0 if short_repair_is_sparse else original(repair, lens)
+
+
 def spoil(original, state, layer, kind):
     from sglang_blockreuse.layers.share_state import FIELDS
 
     table, stamps = state.written()[layer.layer, kind]
-    held = set(state._requests_R.tolist())
-    for slot, field in STALE.items():
-        if field == "unseen" and slot in held:
+    stale = stale_rows(state)
+    for slot, field in stale.items():
+        if field == "unseen":
             table.positions[slot] = table.positions[slot, 0, 0]
             table.slots[slot] = table.slots[slot, 0, 0]
     original(state, layer, kind)
-    for slot, field in STALE.items():
-        if slot not in held or field == "unseen":
-            continue
+    for slot, field in stale.items():
         if field in FIELDS:
             stamps[slot, FIELDS.index(field)] += 1
-        else:
+        elif field != "unseen":
             getattr(table, field)[slot] += 1
+
+
+def stale_rows(state):
+    """Row of the state's tables -> field. The state of repair tokens has row ids of slot holder and position."""
+    row_ids, lens = state._expected_R3[:, 0].tolist(), state._expected_R3[:, 2].tolist()
+    if row_ids and row_ids[0] >> 32:
+        return {row: STALE_REPAIR[n] for row, n in enumerate(lens) if n in STALE_REPAIR}
+    return {slot: STALE[slot] for slot in state._requests_R.tolist() if slot in STALE}

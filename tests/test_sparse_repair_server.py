@@ -1,0 +1,239 @@
+"""`prefill: sparse` on the real server in float32: which tokens it touches, how far it moves an answer, who sees it.
+
+Dense repair of the same request, which a test knob asks for, is the oracle; one server serves all tests.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+
+import pytest
+from prompts import Library, ask, distance, logprobs, usage
+from servers import extended_server, with_test_plugin
+from tolerances import FULL_PREFILL_LOGPROB, SPARSE_REPAIR_KL
+from transformers import AutoTokenizer
+
+from sglang_blockreuse.demo.documents import make_documents
+
+pytestmark = pytest.mark.engine
+FLAGS = ("--dtype", "float32", "--max-total-tokens", "12000", "--max-running-requests", "6")
+FINAL_K = 224
+PLAN = f"""
+version: 1
+name: repair
+model: {{num_layers: 30}}
+selection: {{final_k: {FINAL_K}, pool_size: 320, sink: 4, window: 32}}
+prefill: sparse
+layers:
+  - {{layers: 0, role: dense}}
+  - {{layers: 1, role: full}}
+  - {{layers: 2-8, role: reindex, anchor: 1}}
+  - {{layers: 9-12, role: reuse, anchor: 8}}
+  - {{layers: 13, role: full}}
+  - {{layers: 14-29, role: reuse, anchor: 13}}
+"""
+SHORT = Library(seed=31, system_len=20, doc_lens=(40, 45, 50, 42), question_len=15)
+LONG = Library(seed=32, doc_lens=(160, 140, 180, 150))
+OTHER = Library(seed=33, doc_lens=(170, 130, 150, 140))
+ORDER, TAU = (2, 0, 3, 1), 8
+
+
+@pytest.fixture(scope="module")
+def server(model_path, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("repair")
+    plan = folder / "repair.yaml"
+    plan.write_text(PLAN)
+    flags = (*FLAGS, "--layer-plan", str(plan))
+    with extended_server(model_path, *flags, log=folder / "server.log", env=with_test_plugin()) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def empty_tree(server):
+    server.flush_cache()
+
+
+def counts(server) -> dict[str, float]:
+    return server.get("/server_info")["internal_states"][0]["blockreuse"]["counts"]
+
+
+def risen(server, before, name) -> float:
+    return counts(server).get(name, 0) - before.get(name, 0)
+
+
+def repaired(server, library, *, new_tokens=1, keep=False, **params):
+    """An answer behind reused blocks, its homes compiled with it; leaves the tree empty."""
+    ids, spans = library.prompt(ORDER)
+    answer = ask(server, ids, new_tokens=new_tokens, blockreuse_spans=spans, blockreuse_tau=TAU, **params)
+    assert usage(answer)["skipped_reason"] is None
+    if not keep:
+        server.flush_cache()
+    return answer
+
+
+def behind_copies(answer) -> int:
+    """Repaired tokens but for the head of the first reused block, which sees exact KV only and stays exact."""
+    return usage(answer)["repaired_tokens"] - TAU
+
+
+class TestEverythingSelected:
+    """k >= N."""
+
+    def test_such_tokens_run_dense(self, server):
+        before = counts(server)
+        answer = repaired(server, SHORT)
+        assert risen(server, before, "repair_rows_total short") == behind_copies(answer) > 0
+        assert risen(server, before, "repair_rows_total sparse") == 0
+        assert distance(answer, repaired(server, SHORT, testing_dense_repair=True)) == 0
+
+    def test_sparse_repair_that_selects_everything_equals_dense_repair(self, server):
+        before = counts(server)
+        answer = repaired(server, SHORT, testing_short_repair=True)
+        assert risen(server, before, "repair_rows_total sparse") == behind_copies(answer)
+        dense = repaired(server, SHORT, testing_dense_repair=True)
+        assert 0 < distance(answer, dense) <= FULL_PREFILL_LOGPROB
+
+    def test_it_is_repair(self, server):
+        """Negative control: what repair computes reaches the answer."""
+        dense = repaired(server, SHORT, testing_dense_repair=True)
+        ids, spans = SHORT.prompt(ORDER)
+        unrepaired = ask(server, ids, new_tokens=1, blockreuse_spans=spans, blockreuse_tau=0)
+        assert distance(dense, unrepaired) > 100 * FULL_PREFILL_LOGPROB
+
+
+class TestSomethingLeftOut:
+    def test_every_long_repair_token_is_sparse_and_the_answer_differs(self, server):
+        before = counts(server)
+        answer = repaired(server, LONG)
+        assert risen(server, before, "repair_rows_total sparse") > 20
+        kinds = ("sparse", "short")
+        assert sum(risen(server, before, f"repair_rows_total {kind}") for kind in kinds) == behind_copies(
+            answer
+        )
+        assert risen(server, before, "decode_own_scans_total reuse") == 0
+        dense = repaired(server, LONG, testing_dense_repair=True)
+        assert distance(answer, dense) > 10 * FULL_PREFILL_LOGPROB
+
+    def test_answers_about_documents_stay_near_dense_repair(self, server, model_path):
+        for repaired_kl, unrepaired_kl in rag_divergences(server, model_path, num_questions=3):
+            assert 0 < repaired_kl <= SPARSE_REPAIR_KL
+            assert unrepaired_kl > SPARSE_REPAIR_KL, "the bound tells repair from none"
+
+
+def rag_divergences(server, model_path, *, num_questions):
+    """KL of the first answer token from dense repair to sparse repair, and to none; four documents of ~300 tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+
+    def ids(text):
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    documents = make_documents(4, seed=5, num_tokens=lambda text: len(ids(text)), low=260, high=310)
+    prompt, spans = ids("Answer the question from the documents.\n"), []
+    for document in documents:
+        spans += [len(prompt), len(prompt) + len(ids(document.text))]
+        prompt += ids(document.text)
+    for fact in [documents[i % 4].facts[i // 4] for i in range(num_questions)]:
+        asked = prompt + ids(f"\nQuestion: {fact.question}\nAnswer: The answer is")
+        dense, sparse, none = (
+            logprobs(ask(server, asked, new_tokens=1, top=1000, blockreuse_spans=spans, **knobs))[0]
+            for knobs in (
+                {"blockreuse_budget": 0.1, "testing_dense_repair": True, "cache_salt": "dense"},
+                {"blockreuse_budget": 0.1, "cache_salt": "sparse"},
+                {"blockreuse_tau": 0, "cache_salt": "none"},
+            )
+        )
+        server.flush_cache()
+        yield divergence(dense, sparse), divergence(dense, none)
+
+
+def divergence(p, q) -> float:
+    """KL over the tokens that both report, the others as one: never above the KL of the whole distributions."""
+    common = p.keys() & q.keys()
+    kl = sum(math.exp(p[t]) * (p[t] - q[t]) for t in common)
+    rest_p, rest_q = (max(1 - sum(math.exp(x[t]) for t in common), 1e-12) for x in (p, q))
+    return kl + rest_p * math.log(rest_p / rest_q)
+
+
+class TestStaleState:
+    @pytest.mark.parametrize("field", ["row", "version", "length", "digest", "slots", "counts"])
+    def test_of_one_token_costs_it_a_scan_and_nobody_an_answer(self, server, field):
+        alone, other = repaired(server, LONG), repaired(server, OTHER)
+        bound = distance(alone, repaired(server, LONG, testing_dense_repair=True))
+        _, spans = LONG.prompt(ORDER)
+        position = spans[-2] + 3
+        before = counts(server)
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            spoilt = pool.submit(repaired, server, LONG, keep=True, testing_stale_repair=[position, field])
+            beside = pool.submit(repaired, server, OTHER, keep=True)
+        # 7 reindex layers and 4 + 16 reuse layers, for one token
+        assert risen(server, before, "decode_own_scans_total reindex") == 7
+        assert risen(server, before, "decode_own_scans_total reuse") == 20
+        assert distance(beside.result(), other) <= FULL_PREFILL_LOGPROB
+        assert distance(spoilt.result(), alone) < bound, (
+            "one token's own scans move less than sparse repair did"
+        )
+
+    def test_what_the_checks_cannot_see_would_go_unnoticed(self, server):
+        """Negative control: the same damage, stamped as good."""
+        alone = repaired(server, LONG)
+        bound = distance(alone, repaired(server, LONG, testing_dense_repair=True))
+        _, spans = LONG.prompt(ORDER)
+        before = counts(server)
+        spoilt = repaired(server, LONG, testing_stale_repair=[spans[-2] + 3, "unseen"])
+        assert risen(server, before, "decode_own_scans_total reuse") == 0
+        assert distance(spoilt, alone) > bound
+
+
+class TestWhoSeesIt:
+    def test_ordinary_prompts_are_computed_to_the_bit_as_exact_ones(self, server):
+        ids, _ = LONG.prompt(ORDER)
+        exact = ask(server, ids, new_tokens=1, blockreuse_mode="exact")
+        server.flush_cache()
+        before = counts(server)
+        assert distance(ask(server, ids, new_tokens=1), exact) == 0
+        assert risen(server, before, "repair_rows_total sparse") == 0
+
+    def test_an_exact_request_finds_nothing_of_it(self, server):
+        ids, _ = LONG.prompt(ORDER)
+        oracle = ask(server, ids, new_tokens=6, blockreuse_mode="exact")
+        server.flush_cache()
+        first = repaired(server, LONG, new_tokens=6, keep=True)
+        before = counts(server)
+        exact = ask(server, ids, new_tokens=6, blockreuse_mode="exact")
+        assert usage(exact)["prefix_tokens"] < len(ids) / 2, "the system prompt and the first document"
+        assert distance(exact, oracle) <= FULL_PREFILL_LOGPROB
+        assert distance(first, oracle) > 10 * FULL_PREFILL_LOGPROB
+        assert risen(server, before, "path_tokens_total") == 0
+
+    def test_the_next_turn_under_the_same_plan_finds_it(self, server):
+        """Negative control of the test above: it was published."""
+        answer = repaired(server, LONG, new_tokens=6, keep=True)
+        ids, spans = LONG.prompt(ORDER)
+        turn = ids + answer["output_ids"] + SHORT.question
+        before = counts(server)
+        ask(server, turn, new_tokens=1, blockreuse_spans=spans, blockreuse_tau=TAU)
+        assert risen(server, before, "path_tokens_total") > len(ids) / 2
+
+    def test_a_guarded_or_exact_row_beside_it_is_dense(self, server):
+        """Rows of every kind in one prefill batch answer as alone."""
+        ids, _ = OTHER.prompt(ORDER)
+        cases = [
+            lambda: repaired(server, LONG, keep=True),
+            lambda: ask(server, ids, new_tokens=1, blockreuse_mode="exact"),
+            lambda: ask(server, SHORT.prompt(ORDER)[0], new_tokens=1),
+        ]
+        alone = []
+        for case in cases:
+            alone.append(case())
+            server.flush_cache()
+        with concurrent.futures.ThreadPoolExecutor(len(cases)) as pool:
+            together = [found.result() for found in [pool.submit(case) for case in cases]]
+        for one, other in zip(alone, together, strict=True):
+            assert distance(one, other) <= FULL_PREFILL_LOGPROB
+
+    def test_the_pool_is_whole_afterwards(self, server):
+        repaired(server, LONG, keep=True)
+        pool = server.get("/server_info")["internal_states"][0]["blockreuse"]["pool"]
+        assert pool["free"] + pool["evictable"] == pool["size"]
+        assert pool["protected"] == 0

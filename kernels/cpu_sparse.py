@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from .cpu_numba import REORDER, exponential, loader
+from .cpu_scan import CHUNK
 from .cpu_select import Geometry, Rows, Table
 
 
@@ -33,6 +34,50 @@ def attend(
         table.counts,
         out_RQD,
     )
+
+
+def attend_shares(geometry: Geometry, shares_RQW: Any, values_SHD: Any, rows: Rows, out_RQD: Any) -> None:
+    """Writes the mean of each row's values, weighted by the shares of its whole history, into `out_RQD` (float32).
+
+    `shares_RQW` is what `cpu_select.score` left for rows that scored their history: attention over everything, for
+    one more pass over the values.
+    """
+    _shares_kernel(geometry)(shares_RQW, values_SHD, rows.requests_R, rows.lens_R, rows.slot_table, out_RQD)
+
+
+@functools.cache
+def _shares_kernel(geometry: Geometry) -> Callable[..., None]:
+    import numba
+
+    num_heads, group, head_dim = geometry[1:]
+    load = loader(geometry.dtype)
+
+    @numba.njit(parallel=True, nogil=True, error_model="numpy", fastmath=REORDER)
+    def attend(shares, values, requests, lens, slot_table, out):
+        num_rows = requests.shape[0]
+        num_chunks = (shares.shape[2] + CHUNK - 1) // CHUNK
+        parts = np.zeros((num_rows, num_chunks, num_heads * group, head_dim), np.float32)
+        for task in numba.prange(num_rows * num_chunks):
+            r, c = task // num_chunks, task % num_chunks
+            sums, value = parts[r, c], np.empty(head_dim, np.float32)
+            for j in range(c * CHUNK, min(c * CHUNK + CHUNK, lens[r])):
+                slot = slot_table[requests[r], j]
+                for h in range(num_heads):
+                    for d in range(head_dim):
+                        value[d] = load(values[slot, h, d])
+                    for q in range(h * group, h * group + group):
+                        share = shares[r, q, j]
+                        for d in range(head_dim):
+                            sums[q, d] += share * value[d]
+        for r in numba.prange(num_rows):
+            for q in range(num_heads * group):
+                for d in range(head_dim):
+                    total = np.float32(0)
+                    for c in range(num_chunks):
+                        total += parts[r, c, q, d]
+                    out[r, q, d] = total
+
+    return attend
 
 
 @functools.cache

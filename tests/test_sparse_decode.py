@@ -17,6 +17,11 @@ from sglang_blockreuse.layers.step_clock import PARTS
 SELECTION = {"final_k": 24, "pool_size": 60, "sink": 4, "window": 8}
 LENS = [700, 61, 513, 130, 300]
 DTYPES = [torch.float32, torch.bfloat16]
+LISTS = {
+    "layer": {"heads": "layer"},
+    "kv_head": {"heads": "kv_head"},
+    "kv_head, lends layer": {"heads": "kv_head", "lend_heads": "layer"},
+}
 
 
 def check(got, expected, dtype):
@@ -26,13 +31,6 @@ def check(got, expected, dtype):
 
 def same(got, expected):
     torch.testing.assert_close(got, expected, atol=EXACT[0], rtol=EXACT[1])
-
-
-LISTS = {
-    "layer": {"heads": "layer"},
-    "kv_head": {"heads": "kv_head"},
-    "kv_head, lends layer": {"heads": "kv_head", "lend_heads": "layer"},
-}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -58,8 +56,23 @@ def test_the_correction_is_gathered_along(terms, dtype):
     assert not torch.equal(plain[1], got)
 
 
-def test_an_oracle_layer_attends_to_all_and_still_writes_indices():
-    world = World(make_plan("FRX", attend_all=[0], **SELECTION), LENS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("lists", LISTS.values(), ids=LISTS)
+@pytest.mark.parametrize("bias", [None, (-0.7, -2.0)], ids=["plain", "corrected"])
+def test_an_oracle_layer_attends_to_all_and_still_writes_indices(bias, lists, dtype):
+    """Its scan leaves the weights of its attention, so dense attention is computed for no sparse row."""
+    world = World(make_plan("FRX", attend_all=[0], scorer=lists, **SELECTION), [*LENS, 20], dtype=dtype)
+    world.bias = bias and KeyBias(world.tags, *bias)
+    got = world.run_all(world.decoder(strict=True))
+    for layer, expected in enumerate(world.expected()):
+        check(got[layer][: len(LENS)], expected[: len(LENS)], dtype)
+        check(got[layer][len(LENS) :], world.dense(layer)[len(LENS) :], dtype)
+
+
+@pytest.mark.parametrize("scorer", [{"kind": "int4_keys"}, {"scan_heads": "fused"}], ids=str)
+def test_scores_that_are_no_attention_leave_an_oracle_to_dense_attention(scorer):
+    """Negative control: by the shares of these scans its output would be wrong."""
+    world = World(make_plan("FRX", attend_all=[0], scorer=scorer, **SELECTION), LENS)
     for got, expected in zip(world.run_all(world.decoder(strict=True)), world.expected(), strict=True):
         check(got, expected, torch.float32)
 

@@ -146,7 +146,8 @@ class SparseDecoder:
         out_TQD: Tensor,
         scale: float,
     ) -> None:
-        if layer.role == "dense" or layer.attend == "all":
+        by_shares = layer.attend == "all" and self._scores_are_attention(layer)
+        if layer.role == "dense" or (layer.attend == "all" and not by_shares):
             plan = step.dense_plan(every_row=True)
             run_attention(plan, q_TQD, k_SHD, v_SHD, out_TQD, scale=scale, workspace=self.workspace)
         elif not step.all_sparse:
@@ -158,13 +159,16 @@ class SparseDecoder:
         q_RQD = q_TQD[:num_tokens] if step.all_sparse else q_TQD[step.sparse_R]
         q, keys, values = (q_RQD.float() * scale).numpy(), as_array(k_SHD), as_array(v_SHD)
         self.refresh_keys(layer, k_SHD)
-        chosen = list(self.select(layer, step, q, k_SHD))
-        if layer.attend == "all":
-            return
         out_RQD = torch.empty(q_RQD.shape, dtype=torch.float32)
-        self.clock.lap("rest")
-        self.attend(chosen, q, keys, values, out_RQD.numpy())
-        self.clock.lap("attention")
+        if by_shares:
+            self._oracle(layer, step, q, k_SHD, values, out_RQD.numpy())
+        else:
+            chosen = list(self.select(layer, step, q, k_SHD))
+            if layer.attend == "all":
+                return
+            self.clock.lap("rest")
+            self.attend(chosen, q, keys, values, out_RQD.numpy())
+            self.clock.lap("attention")
         if step.all_sparse:
             out_TQD[:num_tokens] = out_RQD
             out_TQD[num_tokens:] = 0
@@ -230,19 +234,38 @@ class SparseDecoder:
             if len(fresh):
                 yield fresh, subset(step.rows, fresh), table
 
+    def _scores_are_attention(self, layer: BoundLayer) -> bool:
+        """What the layer's scan leaves are the weights of its attention: of its own keys, all heads, every position."""
+        scorer = self.plan.scorer
+        exact = scorer.kind == "exact_qk" and scorer.scan_heads == "all" and layer.key_from is None
+        return exact and self.extended is None
+
+    def _oracle(
+        self, layer: BoundLayer, step: SparseRows, q: Any, k_SHD: Tensor, values: Any, out: Any
+    ) -> None:
+        """Attention over everything by the scan that chooses for others, into `out`."""
+        scored = self._score(layer, q, k_SHD, step.rows, self.state.own, step.history_R, rerank=False)
+        self.clock.lap("rest")
+        cpu_sparse.attend_shares(self.geometry, scored.shares_RQW, values, step.rows, out)
+        self.clock.lap("attention")
+        self._lend(layer, step, q, k_SHD, scored)
+
     def _full(self, layer: BoundLayer, step: SparseRows, q: Any, k_SHD: Tensor) -> Table:
-        rows, state = step.rows, self.state
-        candidates, pooled_R = state.own, step.history_R
+        candidates, pooled_R = self.state.own, step.history_R
         if self.extended is not None:
             candidates, pooled_R = self.extended, self._resume(layer, step, self.extended)
-        scored = self._score(layer, q, k_SHD, rows, candidates, pooled_R, rerank=False)
-        reranks = self.plan.reranks_own_pool
+        scored = self._score(layer, q, k_SHD, step.rows, candidates, pooled_R, rerank=False)
+        return self._lend(layer, step, q, k_SHD, scored)
+
+    def _lend(self, layer: BoundLayer, step: SparseRows, q: Any, k_SHD: Tensor, scored: _Scored) -> Table:
+        """Pool and indices of a full layer from its scores; the table by which it attends."""
+        rows, state, reranks = step.rows, self.state, self.plan.reranks_own_pool
         if layer.pool_readers or reranks or self.extended is not None:
             pool = state.table_to_write(layer, "pool")
             self._keep(scored, pool, part="compaction")
             state.seal(layer, "pool")
             if self.extended is not None:
-                state.note_scans(layer, pooled_R)
+                state.note_scans(layer, scored.pooled_R)
             if reranks:
                 every_R = np.ones_like(step.history_R)
                 scored = self._score(layer, q, k_SHD, rows, pool, every_R, rerank=True)

@@ -62,7 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--full", type=int, default=10, help="full layers to end with (default: 10)")
     parser.add_argument(
-        "--follower", choices=("R", "X"), default="R", help="R reuses indices, X reranks in a pool"
+        "--follower",
+        choices=("R", "X", "RX"),
+        default="R",
+        help="R reuses indices, X reranks in a pool, RX begins with X and chooses (default: R)",
     )
     parser.add_argument(
         "--start", metavar="PATTERN", help="begin with this pattern, one letter of D A F X R per layer"
@@ -208,20 +211,20 @@ class _Run:
         cases = self._cases(SEARCH, "texts to search on")
         report.overlap = collect(cases, self.selection)
         lead = "A" if arguments.attend == "all" else "F"
-        start = arguments.start or prior(
-            report.overlap.loss(arguments.follower), arguments.full, arguments.follower
-        ).replace("F", lead)
+        follower = arguments.follower[-1]
+        start = arguments.start or prior(report.overlap.loss(follower), arguments.full, follower).replace(
+            "F", lead
+        )
         search = Search(
             cases, self.selection, self.scorer, lead, report=lambda line: print(line, file=sys.stderr)
         )
-        found = search.shrink(start, arguments.follower, arguments.full)
+        found = search.shrink(start, follower, arguments.full)
         found = search.polish(found.pattern, arguments.rounds)
         if arguments.rounds:
-            found = search.exchange(found.pattern, arguments.follower, arguments.rounds)
+            found = search.exchange(found.pattern, follower, arguments.rounds)
             found = search.sweep(found.pattern, arguments.follower)
         if arguments.bytes:
-            letters = "RX" if self.selection.pool_size and arguments.follower == "X" else "R"
-            found = search.descend(found.pattern, letters, self._share, arguments.bytes)
+            found = search.descend(found.pattern, arguments.follower, self._share, arguments.bytes)
         report.history = search.history
         selection = self._served_selection()
         plan = plan_of(

@@ -1,7 +1,7 @@
 """Repair of reused blocks on the CPU, under a layer plan with `prefill: sparse` and dense.
 
-    python bench/sparse_repair.py [--dtype bfloat16] [--context 7000] [--tokens 200] [--plan NAME|PATH ...]
-                                  [--json PATH]
+    sglang-blockreuse bench repair [--dtype bfloat16] [--context 7000] [--tokens 200] [--plan NAME|PATH ...]
+                                   [--json PATH]
 
 One prompt of SmolLM2-135M's shapes whose repair tokens stand in runs at equal distances, all 30 layers with pools of
 their own. Dense and sparse take turns; a ratio is the median of the paired ratios, planning included. `whole` adds the
@@ -38,7 +38,7 @@ OUT_TOLERANCE = {"float32": 1e-5, "bfloat16": 2**-7}  # one rounding of the resu
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="bench repair", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(OUT_TOLERANCE))
     parser.add_argument("--context", type=int, default=7000)

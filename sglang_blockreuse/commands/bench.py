@@ -24,12 +24,18 @@ BENCHMARKS = (
     "kernels",
     "attention",
     "layer-plan",
+    "repair",
     "limits",
     "figures",
     "report",
 )
 # `kernels` is an import name that SGLang's own dependency owns, and bench/ comes first in the path of every benchmark
-SCRIPTS = {"kernels": "kernel_times.py", "attention": "cpu_attention.py", "layer-plan": "layer_plan.py"}
+SCRIPTS = {
+    "kernels": "kernel_times.py",
+    "attention": "cpu_attention.py",
+    "layer-plan": "layer_plan.py",
+    "repair": "sparse_repair.py",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -189,7 +189,8 @@ def _common(a_T: I64, b_T: I64) -> int:
 
 def _prefix_sums(ids_T: I64) -> U64:
     """uint64 [T + 1]: sum of mix(token i) * BASE^i over the tokens before each position, modulo 2^64."""
-    mixed = ids_T.astype(np.uint64) * np.uint64(_MIX)
+    # not of the id itself: id 0 would add nothing, and prompts of it would have one hash whatever their length
+    mixed = (ids_T.astype(np.uint64) + np.uint64(1)) * np.uint64(_MIX)
     mixed ^= mixed >> np.uint64(29)
     mixed *= np.uint64(_BASE)
     sums = np.zeros(len(ids_T) + 1, dtype=np.uint64)

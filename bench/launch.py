@@ -147,7 +147,10 @@ def _started(
 ) -> Iterator[Server]:
     port = options.port + offset if options.port else None
     with contextlib.ExitStack() as stack:
-        bar = stack.enter_context(tqdm(total=len(START_MARKS), desc=f"{name}: start", file=sys.stderr))
+        # redrawn for a reader, not for a file
+        bar = stack.enter_context(
+            tqdm(total=len(START_MARKS), desc=f"{name}: start", file=sys.stderr, disable=None)
+        )
 
         def show(marks: int) -> None:
             if marks > bar.n:

@@ -22,6 +22,7 @@ import report_quality
 import report_serving
 
 Record = dict[str, Any]
+OTHERS = ("retrieval", "tasks", "kernels")
 KINDS = ("quality", "serving", "layer-plan", "soak")
 
 
@@ -33,11 +34,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
-    sections = [section(path, options.out) for path in options.files]
+    sections = [section(path, options.out) for path in options.files if is_shown(path)]
     text = "\n".join(sections)
     (options.out / "report.md").write_text(text)
     print(text)
     return 0
+
+
+def is_shown(path: Path) -> bool:
+    """Whether the file is a run that is drawn here; others are named and left out.
+
+    Raises:
+        ValueError: there is no such file.
+    """
+    if not path.is_file():
+        raise ValueError(
+            f"{path}: there is no such file. Run that benchmark first, or leave the file out; "
+            "results/*/*.jsonl takes all that there are."
+        )
+    first = next(iter(records.read([path])), {})
+    if first.get("record") in KINDS or first.get("record") not in OTHERS:
+        return True
+    print(f"{path}: a run of {first['record']} has a page of its own beside it, left out", file=sys.stderr)
+    return False
 
 
 def section(path: Path, out: Path) -> str:

@@ -151,6 +151,8 @@ def turn_order(arms: Sequence[Arm], number: int) -> list[Arm]:
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     arms = arms_of(options)
+    if options.source:  # read first: what is wrong with it is said before anything is loaded
+        options.documents = min(options.documents, len(read_source(options.source).documents))
     tokenizer = _tokenizer(options)
     rounds = [make_round(options, tokenizer, number) for number in range(options.rounds)]
     log = Log(options.out / "serving.jsonl")

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 NUM_RESAMPLES = 2000
+MIN_CLUSTERS = 3  # an interval of fewer says nothing
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,9 @@ class Estimate:
     num_clusters: int
 
     def text(self, *, scale: float = 1.0, digits: int = 0) -> str:
+        """`value [low, high]`, or the value alone where there are too few clusters to draw from."""
+        if self.num_clusters < MIN_CLUSTERS:
+            return f"{scale * self.value:.{digits}f}"
         parts = (f"{scale * part:.{digits}f}" for part in (self.value, self.low, self.high))
         return "{} [{}, {}]".format(*parts)
 

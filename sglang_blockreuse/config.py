@@ -102,9 +102,11 @@ def _read(path: Path) -> Config:
         # JSON is a subset of YAML, so one decoder reads both
         return msgspec.yaml.decode(raw, type=Config)
     except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"{path}: {error}. Allowed keys: blocks {{{', '.join(KEYS)}}}, layers {{plan, timing}}, kernels, strict."
-        ) from None
+        # keys are named where a key is wrong; a value of the wrong type is told by msgspec, with its place
+        keys = f"Allowed keys: blocks {{{', '.join(KEYS)}}}, layers {{plan, timing}}, kernels, strict."
+        budget = f"A budget must be {BUDGET_RULE}." if "blocks.budget" in str(error) else ""
+        fix = keys if "unknown field" in str(error) else budget or "Write a value of that type."
+        raise ConfigError(f"{path}: {error}. {fix}") from None
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path}: neither YAML nor JSON: {error}. Mend the file at that place.") from None
 

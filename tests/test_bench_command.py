@@ -76,6 +76,15 @@ def test_a_file_that_is_no_run_is_refused(tmp_path):
         report.section(path, tmp_path)
 
 
+def test_runs_with_pages_of_their_own_are_left_out_of_a_report(tmp_path, capsys):
+    import report
+
+    path = tmp_path / "retrieval.jsonl"
+    path.write_text('{"record": "retrieval"}\n')
+    assert report.main(["--out", str(tmp_path / "out"), str(path)]) == 0
+    assert "retrieval.jsonl: a run of retrieval has a page of its own" in capsys.readouterr().err
+
+
 def test_a_mistake_is_a_message_and_no_traceback(tmp_path, capsys):
     assert cli.main(["bench", "report", "--out", str(tmp_path / "out"), str(tmp_path / "none.jsonl")]) == 1
     message = capsys.readouterr().err

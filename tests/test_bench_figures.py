@@ -11,6 +11,7 @@ import figures
 import pytest
 import readme_tables
 import records
+from stats import paired_ratio
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -19,6 +20,27 @@ RESULTS = ROOT / "bench" / "results" / "cpu"
 
 def test_readme_says_what_was_measured():
     assert readme_tables.rewrite(README, RESULTS) == README
+
+
+def median_ratio(name, arm):
+    found = records.read([RESULTS / f"{name}.jsonl.gz"])
+    rounds = [r for r in found if r["record"] == "round"]
+    mine, base = (
+        {r["round"]: r["request_throughput"] for r in rounds if r["arm"] == a} for a in (arm, "stock")
+    )
+    return paired_ratio(mine, base).value
+
+
+def test_the_first_screen_says_what_was_measured():
+    (demo,) = records.read([RESULTS / "demo.json.gz"])
+    summary = demo["summary"]
+    assert f"**{summary['ttft_ratio_median']:.0f} times** sooner" in README
+    for policy, form in (("seam", "**{:.1f} times** the"), ("query", "({:.1f} with the policy")):
+        assert form.format(median_ratio("serving", policy)) in README
+    first = " s against ".join(
+        f"{summary[f'ttft_{side}_first_sight_ms'] / 1000:.1f}" for side in ("ours", "stock")
+    )
+    assert f"{first} s of stock" in " ".join((ROOT / "docs" / "choosing.md").read_text().split())
 
 
 def test_a_figure_changed_by_hand_is_noticed():

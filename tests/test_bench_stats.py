@@ -242,6 +242,15 @@ class TestRefusal:
     def test_a_green_gate_prints_the_speed_up(self):
         text, refused = report_serving.tables(serving_records())
         assert not refused
+        assert "| seam | 8.00 |" in text
+        assert "of 3 rounds that an interval takes" in text
+
+    def test_three_rounds_have_an_interval(self):
+        records = serving_records()
+        rounds = [r for r in records if r["record"] == "round"]
+        more = [{**r, "round": r["round"] + n} for n in (10, 20, 30) for r in rounds]
+        text, refused = report_serving.tables([*records, *more])
+        assert not refused
         assert "| seam | 8.00 [8.00, 8.00] |" in text
 
     @pytest.mark.parametrize(

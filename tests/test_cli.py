@@ -97,6 +97,25 @@ class TestServeHandsOver:
         assert words.index("--radix-cache-backend") < words.index("--radix-cache-b")
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--layer-plan", "full", "--layer-plan=other"], "--layer-plan stands 2 times"),
+        (["--layer-plan"], "--layer-plan has no value. Give it one, for example --layer-plan full."),
+        (["--blockreuse-config", "--port", "1"], "--blockreuse-config has no value"),
+        (["--model-path", "/no/such/model"], "--model-path is /no/such/model, and there is no such folder"),
+    ],
+)
+def test_serve_says_at_once_what_the_host_would_say_late_or_not_at_all(words, message, capsys):
+    assert serve.run(words) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_serve_has_nothing_against_hub_names_and_folders(tmp_path):
+    for words in (["--model-path", "org/model"], ["--model-path", str(tmp_path), "--layer-plan", "full"]):
+        assert serve._problem(words) is None
+
+
 class TestCheck:
     def test_a_working_installation_passes(self):
         run = run_cli("check", "--json")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 HELP = "launch SGLang with block reuse; takes every flag of `sglang serve`"
+EXAMPLES = {"--layer-plan": "full", "--blockreuse-config": "blockreuse.yaml"}
 OUR_BACKENDS = {"--radix-cache-backend": "blockreuse", "--attention-backend": "blockreuse"}
 
 
@@ -39,6 +41,9 @@ def run(words: Sequence[str]) -> int:
         add_arguments(parser)
         parser.print_help()
         return 0
+    if problem := _problem(words):
+        print(f"sglang-blockreuse serve: {problem}", file=sys.stderr)
+        return 1
     from sglang.cli.main import main
 
     from ..config import ConfigError
@@ -51,6 +56,24 @@ def run(words: Sequence[str]) -> int:
         print(f"sglang-blockreuse serve: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _problem(words: Sequence[str]) -> str | None:
+    """What SGLang would say late, at length or not at all."""
+    for flag in ("--layer-plan", "--blockreuse-config"):
+        at = [i for i, word in enumerate(words) if word.partition("=")[0] == flag]
+        if len(at) > 1:
+            return f"{flag} stands {len(at)} times, but a server has one. Leave all but one out."
+        if at and words[at[0]] == flag and (at[0] + 1 == len(words) or words[at[0] + 1].startswith("--")):
+            return f"{flag} has no value. Give it one, for example {flag} {EXAMPLES[flag]}."
+    for before, word in itertools.pairwise(words):
+        is_local = word.startswith(("/", "./", "../", "~"))
+        if before in ("--model-path", "--model") and is_local and not Path(word).expanduser().exists():
+            return (
+                f"{before} is {word}, and there is no such folder. Give the folder of a model, a hub name, or "
+                '"$(sglang-blockreuse model --path)" for the small one.'
+            )
+    return None
 
 
 def sglang_words(words: Sequence[str]) -> list[str]:

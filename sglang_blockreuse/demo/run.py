@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -59,6 +60,10 @@ def run(options: Options) -> dict[str, Any]:
     extended_words = extended_command(flags)
     with sigterm_as_exit():
         stock = with_server("stock", stock_words, options.out, work, lambda s, tick: run_stock(s, work, tick))
+        ttft_ms = statistics.median(timed.ttft_ms for timed in stock.timed)
+        tqdm.write(
+            f"stock: TTFT {ttft_ms:,.0f} ms (median); now the same prompts with reuse", file=sys.stderr
+        )
         ours = with_server(
             "ours", extended_words, options.out, work, lambda s, tick: run_extended(s, work, stock, tick)
         )

@@ -148,13 +148,9 @@ def _unknown_key(raw: object, source: str, path: str, key: str) -> PlanError:
     known = entry_fields(_record_at(path))
     full = f"{path}.{key}" if path else key
     rule = f"there is no such key here; known are {', '.join(known)}"
-    return PlanError(
-        source,
-        full,
-        _value_at(raw, full),
-        rule,
-        _did_you_mean(key, known, otherwise="Remove it or use one of these"),
-    )
+    homes = [name for name, record in _RECORDS.items() if key in entry_fields(record)]
+    fix = f"It belongs to {homes[0] or 'the top of the file'}" if homes else "Remove it or use one of these"
+    return PlanError(source, full, _value_at(raw, full), rule, _did_you_mean(key, known, otherwise=fix))
 
 
 def _missing_key(raw: object, source: str, path: str, key: str) -> PlanError:

@@ -23,6 +23,10 @@ class Llama:
     """Weights of a folder with config.json and *.safetensors. Raises UnsupportedModel."""
 
     def __init__(self, folder: Path) -> None:
+        if not (folder / "config.json").is_file():
+            raise UnsupportedModel(
+                f"{folder}: there is no config.json. Give the folder of a model, see `sglang-blockreuse model --path`."
+            )
         config = json.loads((folder / "config.json").read_text())
         _check(config, folder)
         self.config = config

@@ -102,7 +102,7 @@ def plot(records: Sequence[Record], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (times, bars) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure, (times, bars) = plt.subplots(1, 2, figsize=(11, 5), layout="constrained")
     cases = cases_of(records)
     modes = [mode for mode in MODES if any(r.get("mode") == mode for r in records)]
     batches = sorted({batch for batch, _ in cases})
@@ -113,8 +113,8 @@ def plot(records: Sequence[Record], path: Path) -> None:
             contexts = [context for _, context in mine]
             label = f"{MODES[mode]}, batch {batch}"
             times.plot(contexts, medians, line, marker="o", color=f"C{number}", label=label)
-    times.set(xlabel="context (tokens)", ylabel="time per token (ms)", xscale="log", yscale="log")
-    times.legend(frameon=False, fontsize="small")
+    times.set(xlabel="context (tokens)", ylabel="time per token (ms)", ylim=(0, None))
+    times.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
     names = [f"{batch} × {context:,}" for batch, context in cases]
     spent = [by_part(records, case) for case in cases]
     left = [0.0] * len(cases)
@@ -125,7 +125,7 @@ def plot(records: Sequence[Record], path: Path) -> None:
             left = [a + b for a, b in zip(left, ms, strict=True)]
     bars.invert_yaxis()
     bars.set(xlabel="ms of a step under the plan", ylabel="requests × context")
-    bars.legend(frameon=False, fontsize="small")
+    bars.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=5)
     for axes in (times, bars):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)

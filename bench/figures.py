@@ -120,7 +120,7 @@ STAGES = (
         "layer-plan.jsonl",
         "layer-plan.png",
     ),
-    Stage("retrieval", bench("retrieval", "--plan smollm2-135m-facts --seed 2 --tries 8"), "retrieval.jsonl"),
+    Stage("retrieval", bench("retrieval", "--plan smollm2-135m-facts --seed 1 --tries 8"), "retrieval.jsonl"),
     Stage(
         "attention",
         ("bench", "attention", "--json", "{out}/attention.json"),

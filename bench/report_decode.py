@@ -53,7 +53,10 @@ def ratio_table(records: Sequence[Record]) -> str:
 
 
 def breakdown_table(records: Sequence[Record], case: Key) -> str:
-    """ms per step, parts down and roles across; `outside` is what the attention layers do not see."""
+    """ms per step, parts down and roles across; `outside` is what is left of the time per token.
+
+    Below 0 where the edges of turns, whose steps have fewer rows, count as parts of whole steps.
+    """
     spent = breakdown(records, case)
     roles = [role for role in ROLES if any(r == role for _, r in spent)]
     lines = [
@@ -92,7 +95,7 @@ def by_part(records: Sequence[Record], case: Key) -> dict[str, float]:
 def outside(records: Sequence[Record], case: Key) -> float:
     """Scheduler, sampling, streaming: a token's time less what the layers' clock saw."""
     tpot_ms = statistics.median(turns(records, case, "plan").values())
-    return max(0.0, tpot_ms - sum(breakdown(records, case).values()))
+    return tpot_ms - sum(breakdown(records, case).values())
 
 
 def plot(records: Sequence[Record], path: Path) -> None:
@@ -119,7 +122,7 @@ def plot(records: Sequence[Record], path: Path) -> None:
     spent = [by_part(records, case) for case in cases]
     left = [0.0] * len(cases)
     for part in dict.fromkeys((*PARTS, "outside")):
-        ms = [found.get(part, 0.0) for found in spent]
+        ms = [max(0.0, found.get(part, 0.0)) for found in spent]
         if any(ms):
             bars.barh(names, ms, left=left, label=part)
             left = [a + b for a, b in zip(left, ms, strict=True)]

@@ -22,9 +22,8 @@ CHUNK = 512  # keys that one task scores
 class Mix(NamedTuple):
     """Which queries score with which key head, and what a query's shares count for. Arrays are numpy."""
 
-    first_RE1: (
-        Any  # int32 [R, E + 1]: row r scores key head e with its queries first[r, e] to first[r, e + 1]
-    )
+    # int32 [R, E + 1]: row r scores key head e with its queries first[r, e] to first[r, e + 1]
+    first_RE1: Any
     weights_RQ: Any  # float32 [R, Q'], not negative
 
 

@@ -71,11 +71,20 @@ def test_readme_shows_every_case_and_the_step_of_the_largest(log):
     assert "A step at 8 × 4,000 by the server's own clock, ms: between 90, outside 60, scan 30" in text
 
 
-@pytest.mark.parametrize("words", [["--context", "8"], ["--tokens", "1"], ["--batch", "0"]])
+@pytest.mark.parametrize("words", [["--context", "8"], ["--tokens", "2"], ["--batch", "0"]])
 def test_sizes_that_measure_nothing_are_refused(words, tmp_path, capsys):
     with pytest.raises(SystemExit):
         layer_plan.parse(["--out", str(tmp_path), *words])
     assert "--context is at least 9" in capsys.readouterr().err
+
+
+def test_a_stream_that_was_read_in_one_piece_is_no_measurement():
+    """What a stalled reader sees: 24 tokens within 40 ms, 2.4 s after the request was sent."""
+    steady = [0.0, *(0.3 + 0.1 * i for i in range(24))]
+    assert not layer_plan.in_heaps(steady)
+    assert layer_plan.in_heaps([0.0, *(2.4 + 0.0017 * i for i in range(24))])
+    slow_first = [0.0, *(2.0 + 0.1 * i for i in range(24))]  # a long prefill is no stall
+    assert not layer_plan.in_heaps(slow_first)
 
 
 def test_the_pool_holds_the_largest_case_twice():

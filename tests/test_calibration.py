@@ -381,11 +381,33 @@ def test_calibrate_writes_a_plan_that_loads_and_a_report(model_path, tmp_path, c
     assert "found" in capsys.readouterr().out
 
 
+def test_a_budget_that_no_change_reaches_is_said(model_path, tmp_path, capsys):
+    words = [
+        "--texts",
+        "prose=1",
+        "--rows",
+        "4",
+        "--lengths",
+        "300",
+        "300",
+        "--final-k",
+        "80",
+        "--pool-size",
+        "120",
+    ]
+    words += ["--start", "F" + "R" * 29, "--full", "1", "--rounds", "0", "--bytes", "0.01", "--k", "12"]
+    assert main(["calibrate", str(model_path), "--out", str(tmp_path), *words]) == 0
+    assert "--bytes 0.01 is not reached" in capsys.readouterr().err
+    assert load_plan(tmp_path / "plan.yaml").bind(30, None).layers[1].role == "reuse"
+
+
 def test_calibrate_says_what_it_cannot_do(tmp_path, capsys, model_path):
     assert main(["calibrate", str(model_path), "--texts", "copy=many", "--out", str(tmp_path)]) == 1
     assert "--texts copy=many: give one number" in capsys.readouterr().err
+    assert main(["calibrate", str(model_path), "--bytes", "20", "--out", str(tmp_path)]) == 1
+    assert "--bytes is 20.0, but it is a share" in capsys.readouterr().err
     assert main(["calibrate", str(tmp_path / "missing")]) == 1
-    assert "config.json" in capsys.readouterr().err
+    assert "there is no config.json. Give the folder of a model" in capsys.readouterr().err
 
 
 class TestPlanCommand:

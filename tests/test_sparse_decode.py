@@ -7,11 +7,15 @@ import json
 import numpy as np
 import pytest
 import torch
+from numba.core import event
 from sparse_world import World, make_plan
 from tolerances import EXACT, KERNEL_OUT
 
+from sglang_blockreuse.kernels import cpu_codes, cpu_pages, cpu_route, cpu_scan, cpu_select, cpu_sparse
 from sglang_blockreuse.kernels.cpu_attention import KeyBias
+from sglang_blockreuse.layers import share_state
 from sglang_blockreuse.layers.plan_support import unsupported_plan
+from sglang_blockreuse.layers.sparse_decode import warm_up
 from sglang_blockreuse.layers.step_clock import PARTS
 
 SELECTION = {"final_k": 24, "pool_size": 60, "sink": 4, "window": 8}
@@ -146,6 +150,41 @@ class TestExactness:
         decoder = world.decoder()
         assert decoder.begin(world.batch()) is None
         assert decoder.metrics.counts["decode_rows_total short"] == len(lens)
+
+
+WARM = {
+    "oracle": {"attend_all": [0], "scorer": LISTS["kv_head, lends layer"]},
+    "refresh": {"refresh_every": 3, "scorer": {"kind": "int4_keys"}},
+    "pages": {"scorer": {"kind": "page_minmax"}},
+}
+
+
+class TestWarmUp:
+    """No request waits for a compiler. Kernels that other tests compiled are forgotten first."""
+
+    def compiled(self, words, *, warm):
+        for module in (cpu_codes, cpu_pages, cpu_route, cpu_scan, cpu_select, cpu_sparse, share_state):
+            for made in vars(module).values():
+                if hasattr(made, "cache_clear") and made.__module__ == module.__name__:
+                    made.cache_clear()
+        world = World(make_plan("FXR", **words, **SELECTION), LENS)
+        decoder = world.decoder()
+        if warm:
+            warm_up(decoder, world.k[0], 9)
+        with event.install_recorder("numba:compile") as recorder:
+            world.run_all(decoder)
+            world.lens = [n + 1 for n in world.lens]  # a refreshed pool is extended from the second step on
+            for request, n in zip(world.requests, world.lens, strict=True):
+                world.table[request, n - 1] = world.table[request, 0]
+            world.run_all(decoder)
+        return {found.data["dispatcher"].py_func.__qualname__ for _, found in recorder.buffer}
+
+    @pytest.mark.parametrize("words", WARM.values(), ids=WARM)
+    def test_steps_compile_nothing(self, words):
+        assert self.compiled(words, warm=True) == set()
+
+    def test_without_it_the_first_step_is_seen_to_compile(self):
+        assert "_shares_kernel.<locals>.attend" in self.compiled(WARM["oracle"], warm=False)
 
 
 class TestRows:

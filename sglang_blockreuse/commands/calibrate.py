@@ -109,6 +109,10 @@ def run(arguments: argparse.Namespace) -> int:
     from ..layers.calibration.llama import UnsupportedModel
 
     try:
+        if arguments.bytes is not None and not 0 < arguments.bytes < 1:
+            raise ValueError(
+                f"--bytes is {arguments.bytes}, but it is a share of dense decode's bytes. Use 0.2 for a fifth."
+            )
         if arguments.distil is not None:
             _distil(arguments)
         else:
@@ -225,6 +229,12 @@ class _Run:
             found = search.sweep(found.pattern, arguments.follower)
         if arguments.bytes:
             found = search.descend(found.pattern, arguments.follower, self._share, arguments.bytes)
+            if (share := self._share(found.pattern)) > arguments.bytes:
+                print(
+                    f"calibrate: --bytes {arguments.bytes} is not reached: no layer can read less at {share:.3f}. "
+                    "Lower --final-k or --pool-size.",
+                    file=sys.stderr,
+                )
         report.history = search.history
         selection = self._served_selection()
         plan = plan_of(

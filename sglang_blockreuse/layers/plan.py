@@ -81,17 +81,15 @@ class Selection(_Strict):
     sink: Size = 4  # leading positions of the sequence that are always in T
     window: Size = 64  # newest positions that are always in T
     min_seq_len: Size = 0  # rows shorter than this run dense
-    refresh_every: Count = (
-        1  # steps from one scan of a full layer to the next; between, its last pool grows along
-    )
+    # steps from one scan of a full layer to the next; between, its last pool grows along
+    refresh_every: Count = 1
 
 
 class Scorer(_Strict):
     """How full and reindex layers score positions: which keys they read, and which heads do the scoring."""
 
-    kind: ScorerKind = (
-        "exact_qk"  # exact_qk reads the main keys, model_indexer is the one a DSA model was trained with
-    )
+    # exact_qk reads the main keys, model_indexer is the one a DSA model was trained with
+    kind: ScorerKind = "exact_qk"
     heads: ListHeads = "layer"  # one list per layer, or one per KV head
     # lists that a layer lends to others, its pool and its indices; as `heads` when absent
     lend_heads: ListHeads | None = None
@@ -101,9 +99,8 @@ class Scorer(_Strict):
     # label_channels and learned: the file that calibration wrote, relative to the plan, and its content
     weights: str | None = None
     weights_sha256: str | None = None
-    scan_heads: ScanHeads = (
-        "all"  # fused: one mixed query scores for all heads; routed: a few heads chosen per query
-    )
+    # fused: one mixed query scores for all heads; routed: a few heads chosen per query
+    scan_heads: ScanHeads = "all"
     num_routed_heads: Count | None = None  # with routed: heads of one list that score
     residual: bool = False  # with routed: the fused term stands in for the heads that were not chosen
     rerank_heads: ScanHeads | None = None  # heads that score inside the pool; as scan_heads when absent
@@ -122,6 +119,11 @@ class Scorer(_Strict):
     def lends(self) -> ListHeads:
         """`lend_heads`, or its default."""
         return self.lend_heads or self.heads
+
+    def list_counts(self, num_kv_heads: int) -> tuple[int, int]:
+        """Lists by which a layer attends, and those that it lends: 1, or one per KV head."""
+        own, lent = (num_kv_heads if heads == "kv_head" else 1 for heads in (self.heads, self.lends))
+        return own, lent
 
     @property
     def reranks_own_pool(self) -> bool:

@@ -221,10 +221,7 @@ class _Step:
         # without a pool, or with one that holds everything, a reindex layer scores the whole history
         self.pool = min((selection.pool_size if selection else None) or num_tokens, num_tokens)
         # lists by which a layer attends, and those that it lends
-        self.num_lists, self.num_lent = (
-            shape.num_kv_heads if heads == "kv_head" else 1
-            for heads in (plan.scorer.heads, plan.scorer.lends)
-        )
+        self.num_lists, self.num_lent = plan.scorer.list_counts(shape.num_kv_heads)
 
     def cost(self, layer: BoundLayer) -> LayerCost:
         dense = self.dense or layer.role == "dense"

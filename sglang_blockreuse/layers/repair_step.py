@@ -51,11 +51,13 @@ class Piece(NamedTuple):
 
 
 class RepairStep:
-    """One prefill step, planned for all layers. make_state: the shared state of so many rows."""
+    """One prefill step, planned for all layers. tokens: those of the batch; make_state: the shared state of so many
+    rows."""
 
     def __init__(
         self,
         batch: ExtendBatch,
+        tokens: Tokens,
         sparse_T: Any,
         selection: Selection,
         *,
@@ -63,7 +65,7 @@ class RepairStep:
         make_state: Callable[[int], ShareState],
     ) -> None:
         self.batch = batch
-        self._tokens = Tokens.of(batch)
+        self._tokens = tokens
         self._sparse_T = sparse_T
         self.dense_N = torch.from_numpy(np.flatnonzero(~sparse_T))
         self.width = int(self._tokens.lens_T[sparse_T].max())

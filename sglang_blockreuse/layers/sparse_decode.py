@@ -33,7 +33,7 @@ from .decode_step import NO_BIAS, NO_TAGS, Batch, DenseRows, SparseRows, Step, s
 from .plan import BoundLayer, BoundPlan
 from .plan_support import unsupported_plan
 from .scorers import Scores, make_index_keys
-from .share_state import ShareState
+from .share_state import ShareState, digest
 from .step_clock import RunningClock, StepClock
 
 
@@ -73,9 +73,7 @@ class SparseDecoder:
                 f"layer plan {plan.name} ({plan.source}): sparse decode on the CPU does not compute this plan: "
                 f"{'; '.join(reasons)}. Change the plan, or choose full."
             )
-        num_lists, num_lent = (
-            num_heads if heads == "kv_head" else 1 for heads in (plan.scorer.heads, plan.scorer.lends)
-        )
+        num_lists, num_lent = plan.scorer.list_counts(num_heads)
         self.plan, self.selection = plan, plan.selection
         self.key_layers = plan.key_layers
         self.k_pools = k_pools  # [S, H, D] of every layer: `key_from` scores those of another one
@@ -146,7 +144,7 @@ class SparseDecoder:
         out_TQD: Tensor,
         scale: float,
     ) -> None:
-        by_shares = layer.attend == "all" and self._scores_are_attention(layer)
+        by_shares = layer.attend == "all" and self.attends_by_scores(layer)
         if layer.role == "dense" or (layer.attend == "all" and not by_shares):
             plan = step.dense_plan(every_row=True)
             run_attention(plan, q_TQD, k_SHD, v_SHD, out_TQD, scale=scale, workspace=self.workspace)
@@ -234,7 +232,7 @@ class SparseDecoder:
             if len(fresh):
                 yield fresh, subset(step.rows, fresh), table
 
-    def _scores_are_attention(self, layer: BoundLayer) -> bool:
+    def attends_by_scores(self, layer: BoundLayer) -> bool:
         """What the layer's scan leaves are the weights of its attention: of its own keys, all heads, every position."""
         scorer = self.plan.scorer
         exact = scorer.kind == "exact_qk" and scorer.scan_heads == "all" and layer.key_from is None
@@ -345,7 +343,14 @@ def warm_up(decoder: SparseDecoder, k_pool_SHD: Tensor, num_q_heads: int) -> Non
         for rerank in (False, True):
             work, page_size = decoder.scores.score(layer, q, tiny, rows, table, none_R, rerank=rerank)
             cpu_select.keep(rows, table, none_R, work, 0, 1, table, page_size=page_size)
-    cpu_sparse.attend(decoder.geometry, q, as_array(tiny), as_array(tiny), rows, table, np.zeros_like(q))
+    keys = as_array(tiny)
+    cpu_sparse.attend(decoder.geometry, q, keys, keys, rows, table, np.zeros_like(q))
+    if any(layer.attend == "all" and decoder.attends_by_scores(layer) for layer in decoder.plan.layers):
+        shares_RQW = np.zeros((1, num_q_heads, 1), np.float32)
+        cpu_sparse.attend_shares(decoder.geometry, shares_RQW, keys, rows, np.zeros_like(q))
+    if decoder.extended is not None:
+        cpu_select.extend(rows, table, np.zeros(1, np.int64), decoder.extended)
+    digest()(rows.requests_R, *table)
 
 
 def _scoring(plan: BoundPlan) -> list[BoundLayer]:

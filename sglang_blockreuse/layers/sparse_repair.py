@@ -42,7 +42,8 @@ class SparseRepair:
         """Start a prefill step; None where every token runs dense."""
         roles = self._roles
         roles.metrics = self._decoder.metrics
-        short_T = self._short(Tokens.of(batch).lens_T)
+        tokens = Tokens.of(batch)
+        short_T = self._short(tokens.lens_T)
         sparse_T = batch.repair_T & ~short_T
         for kind, num_rows in (("sparse", sparse_T.sum()), ("short", (batch.repair_T & short_T).sum())):
             if num_rows:
@@ -53,6 +54,7 @@ class SparseRepair:
         geometry = roles.geometry
         step = RepairStep(
             batch,
+            tokens,
             sparse_T,
             roles.selection,
             num_q_heads=geometry.num_kv_heads * geometry.group,
@@ -64,10 +66,8 @@ class SparseRepair:
         return step
 
     def _make_state(self, num_rows: int) -> ShareState:
-        roles, scorer = self._roles, self._roles.plan.scorer
-        num_lists, num_lent = (
-            roles.geometry.num_kv_heads if heads == "kv_head" else 1 for heads in (scorer.heads, scorer.lends)
-        )
+        roles = self._roles
+        num_lists, num_lent = roles.plan.scorer.list_counts(roles.geometry.num_kv_heads)
         return ShareState(
             roles.plan, num_rows, num_lists, num_lent=num_lent, strict=self._decoder.state.strict
         )

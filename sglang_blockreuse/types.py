@@ -7,8 +7,10 @@ token positions of one request, intervals are half-open.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Literal
 
 Mode = Literal["off", "exact", "reuse", "compile"]
@@ -73,6 +75,10 @@ class Copy:
     segment: int  # index into the plan's segments
 
 
+_ITSELF: Callable[[Interval], Interval] = lambda interval: interval  # noqa: E731
+_COPIED = attrgetter("interval")
+
+
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
     """How the positions behind the exact prefix come to be: copied or computed.
@@ -86,7 +92,7 @@ class BlockPlan:
 
     start: int  # length of the exact prefix
     end: int  # length of the sequence to prefill
-    segments: tuple[LocalSegment, ...]
+    segments: tuple[LocalSegment, ...]  # ascending, disjoint; so are copies and runs
     copies: tuple[Copy, ...]
     runs: tuple[Interval, ...]
     num_repaired: int  # computed positions inside segments
@@ -99,7 +105,7 @@ class BlockPlan:
     @property
     def first_local(self) -> int:
         """First position whose KV does not equal a full prefill's; `end` if there is none."""
-        return min((c.interval.start for c in self.copies), default=self.end)
+        return self.copies[0].interval.start if self.copies else self.end
 
     def runs_within(self, low: int, high: int) -> list[Interval]:
         """Positions of the chunk [low, high) that are computed, as runs.
@@ -107,17 +113,15 @@ class BlockPlan:
         The chunk's last position is computed even inside a copy: the host samples
         from the end of every chunk, also where it throws the sample away.
         """
-        runs = [r.clip(low, high) for r in self.runs if r.start < high and r.end > low]
+        runs = [self.runs[at].clip(low, high) for at in _meeting(self.runs, low, high, interval=_ITSELF)]
         if not runs or runs[-1].end < high:
             runs.append(Interval(high - 1, high))
         return runs
 
     def copies_within(self, low: int, high: int) -> Iterator[tuple[int, Interval]]:
         """(segment index, positions) of what is copied in the chunk [low, high)."""
-        for copy in self.copies:
-            part = copy.interval.clip(low, high)
-            if len(part):
-                yield copy.segment, part
+        for at in _meeting(self.copies, low, high, interval=_COPIED):
+            yield self.copies[at].segment, self.copies[at].interval.clip(low, high)
 
     def repairs_within(self, low: int, high: int) -> Iterator[Interval]:
         """Positions of the chunk [low, high) that are computed inside copied blocks, ascending.
@@ -125,13 +129,11 @@ class BlockPlan:
         What stands before the first copy sees only exact KV and is exact itself, and the last position is what
         the request samples from: neither counts.
         """
-        blocks = [segment.interval for segment in self.segments if not segment.is_path]
         for run in self.runs_within(low, high):
             run = run.clip(self.first_local, self.end - 1)
-            for block in blocks:
-                part = block.clip(run.start, run.end)
-                if len(part):
-                    yield part
+            for at in _meeting(self.segments, run.start, run.end, interval=_COPIED):
+                if not self.segments[at].is_path:
+                    yield self.segments[at].interval.clip(run.start, run.end)
 
     def num_computed(self, low: int, high: int) -> int:
         return sum(len(r) for r in self.runs_within(low, high))
@@ -143,15 +145,25 @@ class BlockPlan:
         never inside a copy.
         """
         end = low
-        for run in self.runs:
-            run = run.clip(low, self.end)
-            if not len(run):
-                continue
+        for at in _meeting(self.runs, low, self.end, interval=_ITSELF):
+            run = self.runs[at].clip(low, self.end)
             if len(run) >= num_tokens:
                 return run.start + num_tokens
             num_tokens -= len(run)
             end = run.end
         return max(end, low + 1)
+
+
+def _meeting(
+    items: Sequence[Any], low: int, high: int, *, interval: Callable[[Any], Interval]
+) -> Iterator[int]:
+    """Indices of the items, ascending and disjoint, that meet [low, high), found without a look at the others."""
+    if low >= high:
+        return
+    for at in range(bisect_right(items, low, key=lambda item: interval(item).end), len(items)):
+        if interval(items[at]).start >= high:
+            return
+        yield at
 
 
 @dataclass(slots=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ..types import BlockOptions, BlockPlan, Copy, Interval, LocalSegment
+from .intervals import merge, subtract, subtract_each
 from .policy import POLICIES, Evidence, Layout
 
 # Rows of attention that one request may have in a step; runs beyond it are joined over the shortest copies.
@@ -39,11 +40,7 @@ def build_plan(
     )
     repaired = POLICIES[policy or options.policy].select(layout) if layout.segments else []
     repaired = merge([*repaired, Interval(end - 1, end)])
-    copies = [
-        Copy(hole, index)
-        for index, segment in enumerate(segments)
-        for hole in subtract(segment.interval, repaired)
-    ]
+    copies = [Copy(part, index) for index, part in subtract_each([s.interval for s in segments], repaired)]
     runs = subtract(Interval(start, end), [c.interval for c in copies])
     if len(runs) > MAX_RUNS:
         copies = _without_shortest(copies, len(runs) - MAX_RUNS, start=start)
@@ -73,29 +70,3 @@ def _without_shortest(copies: Sequence[Copy], num: int, *, start: int) -> list[C
     ]
     shortest = set(sorted(between, key=lambda i: (len(copies[i].interval), i))[:num])
     return [copy for i, copy in enumerate(copies) if i not in shortest]
-
-
-def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """Union of intervals as ascending, disjoint, non-touching intervals."""
-    merged: list[Interval] = []
-    for interval in sorted(i for i in intervals if len(i)):
-        if merged and interval.start <= merged[-1].end:
-            merged[-1] = Interval(merged[-1].start, max(merged[-1].end, interval.end))
-        else:
-            merged.append(interval)
-    return merged
-
-
-def subtract(whole: Interval, holes: Iterable[Interval]) -> list[Interval]:
-    """`whole` without `holes` (ascending, disjoint)."""
-    rest, position = [], whole.start
-    for hole in holes:
-        hole = hole.clip(whole.start, whole.end)
-        if not len(hole):
-            continue
-        if position < hole.start:
-            rest.append(Interval(position, hole.start))
-        position = max(position, hole.end)
-    if position < whole.end:
-        rest.append(Interval(position, whole.end))
-    return rest

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..types import Interval
+from .intervals import merge
 
 # Runs chosen by score are at most so many; a larger budget is spent in longer pieces instead. Each run is
 # a row of attention, whose index buffers and launches have an end.
@@ -155,9 +156,7 @@ def interest(layout: Layout) -> NDArray[np.float32]:
     """
     assert layout.evidence.attention_3N is not None
     attention_3N = layout.evidence.attention_3N
-    inside_N = np.zeros(attention_3N.shape[1], dtype=bool)
-    for segment in layout.segments:
-        inside_N[segment.start : segment.end] = True
+    inside_N = _inside(layout.segments, attention_3N.shape[1])
     scores_3N = np.where(inside_N, attention_3N, 0.0)
     totals_31 = scores_3N.sum(axis=1, keepdims=True)
     found: NDArray[np.float32] = (scores_3N / np.maximum(totals_31, np.float32(1e-20))).sum(axis=0)
@@ -175,37 +174,31 @@ def _top(
 
     Positions are taken in pieces that are as long as MAX_SCORED_RUNS demands. Ties go to the lower position.
     """
+    open_P = np.flatnonzero(_inside(layout.segments, len(scores_N)) & ~_inside(taken, len(scores_N)))
+    if num <= 0 or not len(open_P):
+        return merge(taken)
+    # a piece ends with its segment: count positions from the first open one of each segment
+    segment_P = np.searchsorted([s.start for s in layout.segments], open_P, side="right")
+    first_P = np.searchsorted(segment_P, segment_P)
     piece_len = max(1, -(-num // MAX_SCORED_RUNS))
-    pieces: list[tuple[float, int, int]] = []  # (-score, start, end)
-    is_taken_N = np.zeros(len(scores_N) + 1, dtype=bool)
-    for interval in taken:
-        is_taken_N[interval.start : interval.end] = True
-    for segment in layout.segments:
-        scores = scores_N[segment.start : segment.end]
-        open_ = np.flatnonzero(~is_taken_N[segment.start : segment.end])
-        for first in range(0, len(open_), piece_len):
-            piece = open_[first : first + piece_len]
-            score = -float(scores[piece].mean())
-            pieces.append((score, segment.start + int(piece[0]), segment.start + int(piece[-1]) + 1))
-    pieces.sort()
-    chosen = list(taken)
-    for _, start, end in pieces:
-        if num <= 0:
-            break
-        end = min(end, start + num)
-        num -= end - start
-        chosen.append(Interval(start, end))
-    return _joined(chosen)
+    heads = np.flatnonzero((np.arange(len(open_P)) - first_P) % piece_len == 0)
+    sizes = np.diff(heads, append=len(open_P))
+    means = np.add.reduceat(scores_N[open_P], heads, dtype=np.float64) / sizes
+    starts, ends = open_P[heads], open_P[heads + sizes - 1] + 1
+    order = np.argsort(-means, kind="stable")
+    before = np.cumsum(ends[order] - starts[order]) - (ends[order] - starts[order])
+    order, left = order[before < num], num - before[before < num]
+    ends = np.minimum(ends[order], starts[order] + left)
+    pieces = zip(starts[order].tolist(), ends.tolist(), strict=True)
+    return merge([*taken, *(Interval(start, end) for start, end in pieces)])
 
 
-def _joined(intervals: Sequence[Interval]) -> list[Interval]:
-    joined: list[Interval] = []
-    for interval in sorted(intervals):
-        if joined and interval.start <= joined[-1].end:
-            joined[-1] = Interval(joined[-1].start, max(joined[-1].end, interval.end))
-        else:
-            joined.append(interval)
-    return joined
+def _inside(intervals: Sequence[Interval], num: int) -> NDArray[np.bool_]:
+    """bool [num]: the positions that lie in one of the intervals."""
+    inside_N = np.zeros(num, dtype=bool)
+    for interval in intervals:
+        inside_N[interval.start : interval.end] = True
+    return inside_N
 
 
 POLICIES: dict[str, Policy] = {

@@ -14,9 +14,10 @@ from torch import Tensor
 from ..metrics import Metrics
 from ..types import BlockPlan, Copy, Fold, Interval, RequestState
 from . import guard
+from .intervals import subtract
 from .load import KvLoader
 from .manager import BlockManager, plan_of
-from .plan import build_plan, subtract
+from .plan import build_plan
 from .policy import POLICIES, Evidence
 from .probe import MAX_QUESTION_TOKENS, Kind, Probe, Subject
 from .rows import fold_batch, repair_mask

@@ -8,28 +8,31 @@ from array import array
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from sglang_blockreuse.blocks import auto
 from sglang_blockreuse.blocks.auto import AutoIndex
 from sglang_blockreuse.blocks.discover import MIN_SHARE, Discovery
 from sglang_blockreuse.blocks.match import Namespace
+from sglang_blockreuse.blocks.windows import NOWHERE, PRIME, compiled, point_of
 from sglang_blockreuse.types import Interval
 
 MIN_HIT = 4
+SECRET = 2**127 - 1
+POINT = point_of(SECRET)
 HERE, THERE = Namespace(None, "here"), Namespace(None, "there")
 
 
 def index_of(*donors, min_hit: int = MIN_HIT, space=HERE, **options) -> AutoIndex:
-    index = AutoIndex(min_hit=min_hit, **options)
+    index = AutoIndex(min_hit=min_hit, secret=SECRET, **options)
     for donor in donors:
         index.register(array("q", donor), space)
     return index
 
 
-def found(index: AutoIndex, prompt, space=HERE, **options) -> list[tuple[int, int, int]]:
-    return [(h.span.start, h.span.end, h.offset) for h in index.find(array("q", prompt), space, **options)]
+def found(index: AutoIndex, prompt, space=HERE, *rooms) -> list[tuple[int, int, int]]:
+    return [(h.span.start, h.span.end, h.offset) for h in index.find(array("q", prompt), space, *rooms)]
 
 
 def matches(prompt: list[int], donor: list[int], low: int, high: int):
@@ -83,7 +86,7 @@ def test_every_hit_is_true_maximal_and_no_exact_prefix(case):
         assert len(hit.span) >= MIN_HIT
         assert donor in donors
         assert prompt[start:end] == donor[offset : offset + end - start]
-        assert list(hit.tokens) == donor[: offset + end - start]
+        assert list(hit.donor.first(hit.end)) == donor[: offset + end - start]
         bounded = start == free or start in prefixes or offset == 0
         assert bounded or prompt[start - 1] != donor[offset - 1], "could begin earlier"
         after = offset + end - start
@@ -115,6 +118,57 @@ def common(a, b) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
+class PlainIndex:
+    """The same rules in plain words: windows themselves as keys, every comparison made."""
+
+    def __init__(self, donors, max_places: int):
+        self.window = (MIN_HIT + 1) // 2
+        self.places: dict[tuple[int, ...], list[tuple[list[int], int]]] = {}
+        held: list[list[int]] = []
+        for donor in (d for d in donors if len(d) >= MIN_HIT):
+            held = [h for h in held if donor[: len(h)] != h] + [donor]
+            for places in self.places.values():
+                places[:] = [p for p in places if any(p[0] is h for h in held)]
+            for place in range(0, len(donor) - self.window + 1, self.window):
+                places = self.places.setdefault(tuple(donor[place : place + self.window]), [])
+                places.append((donor, place))
+                del places[:-max_places]
+
+    def find(self, prompt: list[int], low: int, high: int):
+        position = low
+        while position + self.window <= high:
+            places = self.places.get(tuple(prompt[position : position + self.window]), ())
+            stretches = [self.stretch(prompt, position, low, high, *p) for p in reversed(places)]
+            best = max(stretches, key=lambda s: s[1] - s[0], default=(0, 0, 0))
+            if best[1] - best[0] < MIN_HIT:
+                position += 1
+                continue
+            start, low, offset, donor = best
+            position = low
+            if offset != start or prompt[:start] != donor[:offset]:
+                yield start, low, offset
+
+    @staticmethod
+    def stretch(prompt, position, low, high, donor, place):
+        ahead = common(prompt[position:high], donor[place:])
+        behind = common(prompt[low:position][::-1], donor[:place][::-1])
+        return position - behind, position + ahead, place - behind, donor
+
+
+@settings(max_examples=400, deadline=None)
+@given(cases(), st.integers(1, 3), st.data())
+def test_hits_are_those_of_an_index_that_compares_everything(case, max_places, data):
+    donors, prompt = case
+    index = index_of(*donors, max_places=max_places)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(prompt)), max_size=4)))
+    rooms = [Interval(a, b) for a, b in zip(cuts[::2], cuts[1::2], strict=False)] or None
+    plain = PlainIndex(donors, max_places)
+    expected = [
+        hit for r in rooms or [Interval(0, len(prompt))] for hit in plain.find(prompt, r.start, r.end)
+    ]
+    assert found(index, prompt, HERE, rooms) == expected
+
+
 def test_many_hits_with_holes_between_them():
     first, second, third = (list(range(k, k + 40)) for k in (1000, 2000, 3000))
     index = index_of([1, 2, *first, *second], [7, *third], min_hit=16)
@@ -136,7 +190,7 @@ def test_an_exact_prefix_is_no_hit_but_the_same_text_elsewhere_is():
     assert found(index, [*document, 1, 2]) == []
     assert found(index, [*document, 1, *document]) == [(61, 121, 0)]
     # behind the part of it that the tree holds, too
-    assert found(index, [*document, 1, 2], start=20) == []
+    assert found(index, [*document, 1, 2], HERE, [Interval(20, 62)]) == []
 
 
 def test_short_stretches_are_no_hits():
@@ -154,9 +208,18 @@ def test_another_namespace_finds_nothing():
     assert found(index, [2, *document], space=THERE) == []
 
 
-def test_equal_hashes_of_different_windows_are_told_apart(monkeypatch):
-    """Negative control: with a hash that always collides, token ids alone decide."""
-    monkeypatch.setattr(auto, "_prefix_sums", lambda ids_T: np.zeros(len(ids_T) + 1, dtype=np.uint64))
+@pytest.fixture
+def same_hash(monkeypatch):
+    """A hash that always collides."""
+    loops = auto.compiled()._replace(
+        windows=lambda ids_T, window, point: np.zeros(max(0, len(ids_T) - window + 1), dtype=np.int64),
+        prefixes=lambda ids_T, point: np.zeros(len(ids_T) + 1, dtype=np.int64),
+    )
+    monkeypatch.setattr(auto, "compiled", lambda: loops)
+
+
+def test_equal_hashes_of_different_windows_are_told_apart(same_hash):
+    """Negative control: token ids alone decide."""
     document = list(range(100, 160))
     index = index_of([1, *document], min_hit=16)
     assert found(index, [2, *range(500, 560)]) == []
@@ -164,24 +227,41 @@ def test_equal_hashes_of_different_windows_are_told_apart(monkeypatch):
     assert found(index, [2, *document]) == [(1, 61, 1)]
 
 
+donations = st.lists(st.tuples(ids, st.booleans()), max_size=20)
+
+
 @settings(max_examples=100, deadline=None)
 @example([([0] * 5, True), ([0] * 4, True)])  # a shorter prompt of the same token is another one
-@given(st.lists(st.tuples(ids, st.booleans()), max_size=20))
+@given(donations)
 def test_the_memory_bound_holds_and_nothing_is_left_of_what_went(donors):
-    index = AutoIndex(min_hit=MIN_HIT, max_tokens=60)
+    fill_and_empty(donors)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example([([0, 1] * 4, True), ([1, 0] * 4, True)])  # forgetting the second took the namespace of the first
+@given(donations)
+def test_prompts_of_one_hash_leave_nothing_behind_either(same_hash, donors):
+    fill_and_empty(donors)
+
+
+def fill_and_empty(donors):
+    index = AutoIndex(min_hit=MIN_HIT, secret=SECRET, max_tokens=60)
     for donor, other in donors:
         index.register(array("q", donor), THERE if other else HERE)
         held = list(index._recent)
         assert index.num_tokens == sum(len(d.tokens_T) for d in held) <= 60
-        known = {d for places in index._places.values() for p in places.values() for d, _ in p}
-        assert known <= set(held)
-        assert {d for wholes in index._wholes.values() for d in wholes.values()} == set(held)
-        assert all(p for places in index._places.values() for p in places.values()), (
-            "empty places are dropped"
-        )
+        assert [d for d in index._donors if d is not None] == sorted(held, key=lambda d: d.number)
+        assert sum(s.num_donors for s in index._spaces.values()) == len(held)
+        assert {d for s in index._spaces.values() for d in s.wholes.values()} <= set(held)
+        slots = [slot for s in index._spaces.values() for slot in s.slots.values()]
+        assert sorted([*slots, *index._free_slots]) == list(range(len(index._hashes)))
+        numbers = {d.number for d in held}
+        assert all(index._donor_SM[slot][0] in numbers for slot in slots), "empty slots are given back"
+        assert set(index._donor_SM[slots].flatten()) <= {NOWHERE, *numbers}
+        assert (index._donor_SM[index._free_slots] == NOWHERE).all()
     for donor in list(index._recent):
         index.forget(donor)
-    assert (index.num_tokens, index._places, index._wholes) == (0, {}, {})
+    assert (index.num_tokens, index._spaces, set(index._donors) - {None}) == (0, {}, set())
 
 
 def test_the_least_recently_used_donor_leaves_first():
@@ -216,7 +296,7 @@ def test_stale_donors_are_harmless_and_forgotten():
     document = list(range(100, 160))
     donor = [1, *document]
     tree = Tree((donor, HERE))
-    discovery = Discovery(tree, min_block_tokens=16)
+    discovery = Discovery(tree, min_block_tokens=16, secret=SECRET)
     discovery.published(donor, HERE)
     prompt = array("q", [2, 2, *document, 3])
     homes, reason = discovery.unmarked(prompt, HERE)
@@ -235,7 +315,7 @@ def test_stale_donors_are_harmless_and_forgotten():
 def test_the_exact_prefix_is_left_to_the_tree():
     document, system = list(range(100, 160)), list(range(500, 540))
     donor, other = [*system, *document], [*system, 7, *document]
-    discovery = Discovery(Tree((donor, HERE), (other, HERE)), min_block_tokens=16)
+    discovery = Discovery(Tree((donor, HERE), (other, HERE)), min_block_tokens=16, secret=SECRET)
     discovery.published(donor, HERE)
     discovery.published(other, HERE)
     (home,), _ = discovery.unmarked(array("q", [*system, 8, 8, *document, 9]), HERE)
@@ -244,7 +324,7 @@ def test_the_exact_prefix_is_left_to_the_tree():
 
 def test_few_hits_leave_a_prompt_exact():
     document = list(range(100, 140))
-    discovery = Discovery(Tree(([1, *document], HERE)), min_block_tokens=16)
+    discovery = Discovery(Tree(([1, *document], HERE)), min_block_tokens=16, secret=SECRET)
     discovery.published([1, *document], HERE)
     rest = list(range(1000, 1000 + int(len(document) / MIN_SHARE)))
     assert discovery.unmarked(array("q", [2, *document, *rest]), HERE) == ([], "auto_few_hits")
@@ -253,7 +333,7 @@ def test_few_hits_leave_a_prompt_exact():
 def test_marked_blocks_are_harvested_from_prompts():
     first, second = list(range(100, 160)), list(range(200, 260))
     donor = [1, *first, *second]
-    discovery = Discovery(Tree((donor, HERE)), min_block_tokens=16)
+    discovery = Discovery(Tree((donor, HERE)), min_block_tokens=16, secret=SECRET)
     discovery.published(donor, HERE)
     prompt = array("q", [2, *second, *first, 3])
     spans = [Interval(1, 61), Interval(61, 121)]
@@ -263,12 +343,49 @@ def test_marked_blocks_are_harvested_from_prompts():
     assert discovery.marked(prompt, spans, THERE) == ([], "harvest_no_hits")
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 1023, 1024, 1025])
+@pytest.mark.parametrize("size", [0, 1, 2, 1023])
 def test_a_window_has_the_same_hash_wherever_it_stands(size):
     rng = random.Random(size)
     window = [rng.randrange(50_000) for _ in range(16)]
     prompt = np.array([rng.randrange(50_000) for _ in range(size)] + window, dtype=np.int64)
-    hashes = auto._windows(auto._prefix_sums(prompt), 16)
+    hashes = compiled().windows(prompt, 16, POINT)
     assert len(hashes) == size + 1
-    assert hashes[size] == auto._windows(auto._prefix_sums(np.array(window, dtype=np.int64)), 16)[0]
+    assert hashes[size] == compiled().windows(np.array(window, dtype=np.int64), 16, POINT)[0]
     assert len(set(hashes.tolist())) == size + 1, "and other windows have others"
+
+
+@given(st.lists(st.integers(0, 2**63 - 1), max_size=40), st.integers(1, 9), st.integers(0, 2**128))
+def test_a_hash_is_a_polynomial_over_the_prime(ids, window, secret):
+    point = point_of(secret)
+
+    def polynomial(tokens):
+        value = 0
+        for token in tokens:
+            value = (value * point + token % 2**61 + 1) % PRIME
+        return value
+
+    ids_T = np.array(ids, dtype=np.int64)
+    expected = [polynomial(ids[i : i + window]) for i in range(len(ids) - window + 1)]
+    assert compiled().windows(ids_T, window, point).tolist() == expected
+    expected = [polynomial(ids[:n]) for n in range(len(ids) + 1)]
+    assert compiled().prefixes(ids_T, point).tolist() == expected
+
+
+def thue_morse(first: int, num: int) -> list[int]:
+    return [(i.bit_count() + first) % 2 for i in range(num)]
+
+
+def test_sequences_that_collide_at_every_point_modulo_a_power_of_two_do_not_here():
+    """Both prompts had one hash whatever the point, and forgetting one of them broke the index for the other."""
+    ones, zeros = thue_morse(1, 4096), thue_morse(0, 4096)
+    difference = 1
+    for i in range(12):  # the two polynomials differ by the product of point^(2^i) - 1
+        difference = difference * (pow(POINT | 1, 2**i, 2**64) - 1) % 2**64
+    assert difference == 0, "negative control: they collide modulo 2^64"
+    hashes = [compiled().prefixes(np.array(x, dtype=np.int64), POINT)[-1] for x in (ones, zeros)]
+    assert hashes[0] != hashes[1]
+    index = index_of(ones, zeros, min_hit=32)
+    assert len(index) == 2
+    for donor in list(index._recent):
+        index.forget(donor)
+    assert len(index) == 0

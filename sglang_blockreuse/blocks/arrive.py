@@ -48,7 +48,9 @@ class Arrivals:
         self._off_reason = off_reason
         self._neutral_prefix = neutral_prefix  # tokens of blocks.compile_prefix_text
         searches = config.auto or config.compile == "harvest"
-        self.discovery = Discovery(tree, min_block_tokens=config.min_block_tokens) if searches else None
+        self.discovery = (
+            Discovery(tree, min_block_tokens=config.min_block_tokens, secret=0) if searches else None
+        )
 
     def accept(self, req: Any) -> list[HomeJob]:
         """Read the request's marks and decide which homes come first.

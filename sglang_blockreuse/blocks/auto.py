@@ -9,32 +9,27 @@ tokens agree. The namespace is part of the key.
     donor      |..w..|..w..|..w..|..w..|         windows at multiples of W
     prompt  ...........[=======hit======]......  hashed at every position
 
-The index knows tokens only. Whether the tree still holds a donor's KV is asked when a hit is used.
+The index knows tokens only. Whether the tree still holds a donor's KV is asked when a hit is used. All of it runs in
+the scheduler's thread: what a prompt costs is linear in its tokens, whatever stands in it, see windows.py.
 """
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from ..types import Interval
+from .windows import I64, NOWHERE, compiled, point_of
 
-# Dims: T tokens of one prompt, W tokens of a window
-U64 = npt.NDArray[np.uint64]
-I64 = npt.NDArray[np.int64]
+# Dims: T tokens of one prompt, W tokens of a window, S slots, M places of a window, D donors
 
 AUTO_MAX_TOKENS = 1 << 20  # donor tokens kept: 8 MiB of ids and about as much of windows
-MAX_PLACES = 4  # donors remembered for one window; a system prompt stands in all of them
-
-_MASK = (1 << 64) - 1
-_BASE = 0x9E3779B97F4A7C15  # odd, hence invertible modulo 2^64
-_MIX = 0xBF58476D1CE4E5B9  # of splitmix64, so that neighbouring ids are far apart
+MAX_PLACES = 4  # places remembered for one window; a system prompt stands in all donors
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +41,9 @@ class DonorHit:
     offset: int
 
     @property
-    def tokens(self) -> array[int]:
-        """The donor up to the end of the hit: the sequence in which its KV was computed."""
-        return array("q", self.donor.tokens_T[: self.offset + len(self.span)].tobytes())
+    def end(self) -> int:
+        """Where the hit ends in the donor: up to there the donor is the sequence in which its KV was computed."""
+        return self.offset + len(self.span)
 
 
 @dataclass(eq=False, slots=True)
@@ -57,30 +52,50 @@ class Donor:
 
     tokens_T: I64
     space: Hashable
-    windows: list[int]  # hashes of its aligned windows
+    number: int  # its name in the tables
+    slots: I64  # of its aligned windows
     whole: int  # hash of all of it
+
+    def first(self, num: int) -> array[int]:
+        """Its first `num` tokens."""
+        return array("q", self.tokens_T[:num].tobytes())
+
+
+@dataclass(slots=True)
+class _Space:
+    """What one namespace holds; mutable."""
+
+    slots: dict[int, int] = field(default_factory=dict)  # window hash -> slot
+    wholes: dict[int, Donor] = field(default_factory=dict)  # hash of a prompt -> the latest donor that has it
+    num_donors: int = 0
 
 
 class AutoIndex:
     """Content index over exact prompts.
 
-    min_hit: shortest stretch that counts as a hit; max_tokens: bound on the donors' tokens together;
-    max_places: donors remembered for one window.
-    Deterministic: the same calls give the same hits in every process.
+    min_hit: shortest stretch that counts as a hit; secret: keys the hashes, equal on all tensor-parallel ranks;
+    max_tokens: bound on the donors' tokens together; max_places: places remembered for one window.
+    Deterministic: the same calls give the same hits in every process that has the same secret.
     """
 
     def __init__(
-        self, *, min_hit: int, max_tokens: int = AUTO_MAX_TOKENS, max_places: int = MAX_PLACES
+        self, *, min_hit: int, secret: int, max_tokens: int = AUTO_MAX_TOKENS, max_places: int = MAX_PLACES
     ) -> None:
-        self.min_hit = min_hit
-        self.max_places = max_places
-        self.window = max(1, (min_hit + 1) // 2)
+        self.min_hit = max(1, min_hit)
+        self.window = (self.min_hit + 1) // 2
         self.max_tokens = max_tokens
         self.num_tokens = 0
-        # namespace -> window hash -> (donor, position), the latest last
-        self._places: dict[Hashable, dict[int, list[tuple[Donor, int]]]] = {}
-        self._wholes: dict[Hashable, dict[int, Donor]] = {}
+        self._point = point_of(secret)
+        self._loops = compiled()
+        self._spaces: dict[Hashable, _Space] = {}
         self._recent: OrderedDict[Donor, None] = OrderedDict()
+        self._donors: list[Donor | None] = []  # by number
+        self._free_numbers: list[int] = []
+        # of each slot: its hash, and where its window stands, the latest first
+        self._hashes: list[int] = []
+        self._free_slots: list[int] = []
+        self._donor_SM = np.full((1024, max_places), NOWHERE)
+        self._place_SM = np.full((1024, max_places), NOWHERE)
 
     def __len__(self) -> int:
         return len(self._recent)
@@ -90,66 +105,70 @@ class AutoIndex:
         tokens_T = _as_ids(tokens)[: self.max_tokens]
         if len(tokens_T) < self.min_hit:
             return
-        sums = _prefix_sums(tokens_T)
-        wholes = self._wholes.setdefault(space, {})
-        shorter = [wholes[h] for h in sums[1:].tolist() if h in wholes]
-        for donor in shorter:
-            if _common(donor.tokens_T, tokens_T) == len(donor.tokens_T):
+        prefixes: list[int] = self._loops.prefixes(tokens_T, self._point).tolist()
+        wholes = self._spaces[space].wholes if space in self._spaces else {}
+        for donor in [wholes[h] for h in prefixes[1:] if h in wholes]:
+            if np.array_equal(donor.tokens_T, tokens_T[: len(donor.tokens_T)]):
                 self.forget(donor)
-        windows: list[int] = _windows(sums, self.window)[:: self.window].tolist()
-        donor = Donor(tokens_T.copy(), space, windows, int(sums[-1]))
-        places = self._places.setdefault(space, {})
-        for index, window in enumerate(windows):
-            known = places.setdefault(window, [])
-            known.append((donor, index * self.window))
-            if len(known) > self.max_places:
-                del known[0]
-        # `forget` drops a namespace with its last donor
-        self._wholes.setdefault(space, {})[donor.whole] = donor
+        home = self._spaces.setdefault(space, _Space())  # `forget` drops a namespace with its last donor
+        hashes = self._loops.windows(tokens_T, self.window, self._point)[:: self.window].tolist()
+        slots = np.array([self._slot(home, window) for window in hashes], dtype=np.int64)
+        donor = Donor(tokens_T.copy(), space, self._new_number(), slots, prefixes[-1])
+        self._donors[donor.number] = donor
+        self._loops.enter(slots, donor.number, self.window, self._donor_SM, self._place_SM)
+        home.wholes[donor.whole] = donor
+        home.num_donors += 1
         self._recent[donor] = None
         self.num_tokens += len(tokens_T)
         while self.num_tokens > self.max_tokens:
             self.forget(next(iter(self._recent)))
 
     def find(
-        self, tokens: Sequence[int], space: Hashable, *, start: int = 0, end: int | None = None
+        self, tokens: Sequence[int], space: Hashable, rooms: Sequence[Interval] | None = None
     ) -> list[DonorHit]:
-        """Hits inside [start, end), ascending and disjoint, from left to right the longest first.
+        """Hits inside the rooms (ascending, disjoint), ascending and disjoint, from left to right the longest first.
 
-        A stretch that continues the donor's own beginning is an exact prefix and no hit.
+        rooms: where hits may lie; None: anywhere. A stretch that continues the donor's own beginning is an exact
+        prefix and no hit.
         """
-        places = self._places.get(space)
+        home = self._spaces.get(space)
         ids_T = _as_ids(tokens)
-        end = len(ids_T) if end is None else end
-        if places is None or end - start < self.min_hit:
+        rooms = [Interval(0, len(ids_T))] if rooms is None else rooms
+        edges = np.array([(r.start, r.end) for r in rooms if len(r) >= self.min_hit], dtype=np.int64)
+        if home is None or not len(edges):
             return []
-        hashes: list[int] = _windows(_prefix_sums(ids_T[start:end]), self.window).tolist()
+        hashes: list[int] = self._loops.windows(ids_T, self.window, self._point).tolist()
+        slots = np.fromiter(
+            map(home.slots.get, hashes, itertools.repeat(NOWHERE)), np.int64, count=len(hashes)
+        )
+        numbers = np.unique(self._donor_SM[np.unique(slots[slots != NOWHERE])])
+        donors = [donor for n in numbers.tolist() if n != NOWHERE and (donor := self._donors[n])]
+        if not donors:
+            return []
+        first_D, len_D = np.zeros((2, len(self._donors)), dtype=np.int64)
+        lens = [len(d.tokens_T) for d in donors]
+        first_D[numbers[numbers != NOWHERE]] = np.cumsum([0, *lens[:-1]])
+        len_D[numbers[numbers != NOWHERE]] = lens
+        found = self._loops.search(
+            ids_T,
+            edges,
+            slots,
+            self._donor_SM,
+            self._place_SM,
+            np.concatenate([d.tokens_T for d in donors]),
+            first_D,
+            len_D,
+            self.window,
+            self.min_hit,
+        )
         hits: list[DonorHit] = []
-        free = start  # no hit reaches in front of this
-        for position in [i for i, h in enumerate(hashes, start) if h in places]:
-            if position < free:
-                continue
-            found = self._longest(ids_T, position, Interval(free, end), places[hashes[position - start]])
-            if found is None:
-                continue
-            free = found.span.end
-            if found.offset != found.span.start or not _is_prefix(found, ids_T):
-                self._recent.move_to_end(found.donor)
-                hits.append(found)
+        for start, end, number, offset, is_prefix in found.tolist():
+            hit_donor = self._donors[number]
+            assert hit_donor is not None
+            if not is_prefix:
+                self._recent.move_to_end(hit_donor)
+                hits.append(DonorHit(Interval(start, end), hit_donor, offset))
         return hits
-
-    def _longest(
-        self, ids_T: I64, position: int, room: Interval, places: list[tuple[Donor, int]]
-    ) -> DonorHit | None:
-        best: DonorHit | None = None
-        for donor, place in reversed(places):
-            ahead = _common(ids_T[position : room.end], donor.tokens_T[place:])
-            if ahead < self.window:
-                continue  # another window of the same hash
-            behind = _common(ids_T[room.start : position][::-1], donor.tokens_T[:place][::-1])
-            if ahead + behind >= max(self.min_hit, 1 + (len(best.span) if best else 0)):
-                best = DonorHit(Interval(position - behind, position + ahead), donor, place - behind)
-        return best
 
     def forget(self, donor: Donor) -> None:
         """Drop a donor; unknown donors are fine."""
@@ -157,62 +176,48 @@ class AutoIndex:
             return
         del self._recent[donor]
         self.num_tokens -= len(donor.tokens_T)
-        places, wholes = self._places[donor.space], self._wholes[donor.space]
-        for window in donor.windows:
-            left = [place for place in places.get(window, ()) if place[0] is not donor]
-            if left:
-                places[window] = left
-            else:
-                places.pop(window, None)
-        if wholes.get(donor.whole) is donor:
-            del wholes[donor.whole]
-        if not wholes:
-            del self._places[donor.space], self._wholes[donor.space]
+        home = self._spaces[donor.space]
+        for slot in self._loops.leave(donor.slots, donor.number, self._donor_SM, self._place_SM).tolist():
+            del home.slots[self._hashes[slot]]
+            self._free_slots.append(slot)
+        # two prompts of one hash share its entry, which is the later one's
+        if home.wholes.get(donor.whole) is donor:
+            del home.wholes[donor.whole]
+        home.num_donors -= 1
+        if not home.num_donors:
+            del self._spaces[donor.space]
+        self._donors[donor.number] = None
+        self._free_numbers.append(donor.number)
 
+    def _slot(self, home: _Space, window: int) -> int:
+        """The slot of a window in its namespace, a new one where nobody has it."""
+        slot = home.slots.get(window)
+        if slot is not None:
+            return slot
+        if self._free_slots:
+            slot = self._free_slots.pop()
+            self._hashes[slot] = window
+        else:
+            slot = len(self._hashes)
+            self._hashes.append(window)
+            if slot == len(self._donor_SM):
+                self._donor_SM, self._place_SM = (
+                    np.concatenate([table, np.full_like(table, NOWHERE)])
+                    for table in (self._donor_SM, self._place_SM)
+                )
+        home.slots[window] = slot
+        return slot
 
-def _is_prefix(hit: DonorHit, ids_T: I64) -> bool:
-    return bool(np.array_equal(ids_T[: hit.span.start], hit.donor.tokens_T[: hit.offset]))
+    def _new_number(self) -> int:
+        if self._free_numbers:
+            return self._free_numbers.pop()
+        self._donors.append(None)
+        return len(self._donors) - 1
 
 
 def _as_ids(tokens: Sequence[int]) -> I64:
-    if isinstance(tokens, array) and tokens.typecode == "q":
-        return np.frombuffer(tokens, dtype=np.int64)
-    return np.asarray(tokens, dtype=np.int64)
-
-
-def _common(a_T: I64, b_T: I64) -> int:
-    """Number of leading tokens that are equal."""
-    num = min(len(a_T), len(b_T))
-    different = np.flatnonzero(a_T[:num] != b_T[:num])
-    return int(different[0]) if len(different) else num
-
-
-def _prefix_sums(ids_T: I64) -> U64:
-    """uint64 [T + 1]: sum of mix(token i) * BASE^i over the tokens before each position, modulo 2^64."""
-    # not of the id itself: id 0 would add nothing, and prompts of it would have one hash whatever their length
-    mixed = (ids_T.astype(np.uint64) + np.uint64(1)) * np.uint64(_MIX)
-    mixed ^= mixed >> np.uint64(29)
-    mixed *= np.uint64(_BASE)
-    sums = np.zeros(len(ids_T) + 1, dtype=np.uint64)
-    np.cumsum(mixed * _powers(len(ids_T), _BASE), out=sums[1:])
-    return sums
-
-
-def _windows(sums: U64, window: int) -> U64:
-    """uint64 [T - W + 1]: hash of the window that begins at each position, the same wherever it stands."""
-    num = len(sums) - window
-    if num <= 0:
-        return np.zeros(0, dtype=np.uint64)
-    return (sums[window:] - sums[:-window]) * _powers(num, pow(_BASE, -1, 1 << 64))
-
-
-def _powers(num: int, base: int) -> U64:
-    # a few sizes only, so that the table is computed once
-    return _power_table(1 << max(10, (num - 1).bit_length()), base)[:num]
-
-
-@lru_cache(maxsize=64)
-def _power_table(num: int, base: int) -> U64:
-    table = np.full(num, base & _MASK, dtype=np.uint64)
-    table[0] = 1
-    return np.cumprod(table)
+    """A read-only view of the ids, or of a copy."""
+    ids = tokens if isinstance(tokens, array) and tokens.typecode == "q" else array("q", tokens)
+    found = np.frombuffer(ids, dtype=np.int64)
+    found.flags.writeable = False
+    return found

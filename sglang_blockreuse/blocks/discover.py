@@ -11,31 +11,38 @@ Only exact KV is a donor: KV that was moved is never moved again.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 
 from ..types import Interval
-from .auto import AutoIndex, DonorHit
+from .auto import AutoIndex, Donor, DonorHit
 from .match import Namespace, Tree
+from .plan import MAX_RUNS
 from .split import Home
 
 # A request whose hits cover less than this share of what they could cover is served exactly: everything behind
 # the first moved token would be approximate for little, and exact prompts are the only donors of later ones.
 MIN_SHARE = 0.5
+# The donors of a request's homes together hold at most so many times the tokens of its prompt, each up to its hit.
+MAX_HOME_VOLUME = 64
 
 
 class Discovery:
-    """Asks the index for tokens and the tree for whether their KV is still there."""
+    """Asks the index for tokens and the tree for whether their KV is still there.
 
-    def __init__(self, tree: Tree, *, min_block_tokens: int) -> None:
-        self.index = AutoIndex(min_hit=min_block_tokens)
+    secret: keys the index, equal on all tensor-parallel ranks.
+    """
+
+    def __init__(self, tree: Tree, *, min_block_tokens: int, secret: int) -> None:
+        self.index = AutoIndex(min_hit=min_block_tokens, secret=secret)
         self._tree = tree
 
     def unmarked(self, tokens: array[int], namespace: Namespace) -> tuple[list[Home], str | None]:
         """Homes of the blocks found in an unmarked prompt, and why there are none: a `skipped_reason`."""
         # the last token is computed in any case
         rest = Interval(self._exact_prefix(tokens, namespace), len(tokens) - 1)
-        homes = self._cached(self.index.find(tokens, namespace, start=rest.start, end=rest.end), namespace)
+        homes = self._cached(self.index.find(tokens, namespace, [rest]), namespace, len(tokens))
         return self._worth_it(homes, len(rest), "auto_no_hits", "auto_few_hits")
 
     def marked(
@@ -43,14 +50,13 @@ class Discovery:
     ) -> tuple[list[Home], str | None]:
         """The same for marked blocks, each searched on its own; a block may be found in several stretches."""
         start = self._exact_prefix(tokens, namespace)
-        homes: list[Home] = []
-        wanted = 0
-        for block, span in enumerate(spans):
-            part = span.clip(start, len(tokens) - 1)
-            wanted += len(part)
-            hits = self.index.find(tokens, namespace, start=part.start, end=part.end) if len(part) else []
-            homes += [replace(home, block=block) for home in self._cached(hits, namespace)]
-        return self._worth_it(homes, wanted, "harvest_no_hits", "harvest_few_hits")
+        parts = [span.clip(start, len(tokens) - 1) for span in spans]
+        hits = self.index.find(tokens, namespace, parts)
+        homes = [
+            replace(home, block=bisect_right(spans, home.span.start, key=lambda span: span.end))
+            for home in self._cached(hits, namespace, len(tokens))
+        ]
+        return self._worth_it(homes, sum(len(part) for part in parts), "harvest_no_hits", "harvest_few_hits")
 
     def published(self, tokens: Sequence[int], namespace: Namespace) -> None:
         """The tree holds exact KV of these tokens now."""
@@ -60,18 +66,23 @@ class Discovery:
         length, _ = self._tree.lookup(tokens, namespace)
         return length
 
-    def _cached(self, hits: Sequence[DonorHit], namespace: Namespace) -> list[Home]:
+    def _cached(self, hits: Sequence[DonorHit], namespace: Namespace, prompt_len: int) -> list[Home]:
         """Hits cut to what the tree holds; donors that it no longer holds are forgotten."""
+        hits = _bounded(hits, prompt_len)
+        ends: dict[Donor, int] = {}
+        for hit in hits:
+            ends[hit.donor] = max(hit.end, ends.get(hit.donor, 0))
+        # one walk serves all hits in a donor
+        lengths = {donor: self._tree.lookup(donor.first(end), namespace)[0] for donor, end in ends.items()}
         homes: list[Home] = []
         for hit in hits:
-            tokens = hit.tokens
-            length, _ = self._tree.lookup(tokens, namespace)
+            length = min(hit.end, lengths[hit.donor])
             held = length - hit.offset
             if held < self.index.min_hit:
                 self.index.forget(hit.donor)
                 continue
             span = Interval(hit.span.start, hit.span.start + held)
-            homes.append(Home(len(homes), span, tokens[:length], hit.offset))
+            homes.append(Home(len(homes), span, hit.donor.first(length), hit.offset))
         return homes
 
     def _worth_it(
@@ -82,3 +93,17 @@ class Discovery:
         if sum(len(home.span) for home in homes) < MIN_SHARE * num_wanted:
             return [], few
         return homes, None
+
+
+def _bounded(hits: Sequence[DonorHit], prompt_len: int) -> list[DonorHit]:
+    """The longest hits, as many as one request may have, in their order.
+
+    No plan has more rows than MAX_RUNS, and every lookup walks a donor up to the hit, in the scheduler's thread.
+    """
+    room, kept = MAX_HOME_VOLUME * prompt_len, []
+    for hit in sorted(hits, key=lambda hit: (-len(hit.span), hit.span.start))[:MAX_RUNS]:
+        room -= hit.end
+        if room < 0:
+            break
+        kept.append(hit)
+    return sorted(kept, key=lambda hit: hit.span.start)

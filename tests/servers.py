@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from nursery import Nursery
+from places import PLUGIN
 
 from sglang_blockreuse.server_process import Server, extended_command, running_server
 
@@ -34,7 +35,7 @@ START_TIMEOUT_S = 300.0
 
 def with_test_plugin() -> dict[str, str]:
     """Environment of a server that loads `tests/plugin` besides what this process sees."""
-    paths = [str(Path(__file__).parent / "plugin"), os.environ.get("PYTHONPATH")]
+    paths = [str(PLUGIN), os.environ.get("PYTHONPATH")]
     return {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 
 from ..types import BlockPlan, Interval
+from .intervals import intersect_each
 from .policy import POLICIES, Evidence, Layout, interest
 
 Verdict = Literal["passed", "raised", "full"]
@@ -57,10 +58,5 @@ def deviation(evidence: Evidence, plan: BlockPlan) -> float:
 
 def repaired_in(plan: BlockPlan) -> Sequence[Interval]:
     """Positions of blocks that a home holds and the plan computes anyway."""
-    return [
-        piece
-        for segment in plan.segments
-        if not segment.is_path
-        for run in plan.runs
-        if len(piece := run.clip(segment.interval.start, segment.interval.end))
-    ]
+    blocks = [segment.interval for segment in plan.segments if not segment.is_path]
+    return [part for _, part in intersect_each(blocks, plan.runs)]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..types import Interval
 
 
@@ -38,13 +41,45 @@ def subtract(whole: Interval, holes: Iterable[Interval]) -> list[Interval]:
 
 def subtract_each(wholes: Sequence[Interval], holes: Sequence[Interval]) -> Iterator[tuple[int, Interval]]:
     """(index of the whole, what is left of it) for all of `wholes`; both ascending and disjoint."""
-    first = 0  # of the holes that reach into this whole or beyond it
+    for index, met in _met_by(wholes, holes):
+        for rest in subtract(wholes[index], met):
+            yield index, rest
+
+
+def intersect_each(wholes: Sequence[Interval], parts: Sequence[Interval]) -> Iterator[tuple[int, Interval]]:
+    """(index of the whole, what `parts` cover of it) for all of `wholes`; both ascending and disjoint."""
+    for index, met in _met_by(wholes, parts):
+        for part in met:
+            yield index, part.clip(wholes[index].start, wholes[index].end)
+
+
+def _met_by(
+    wholes: Sequence[Interval], others: Sequence[Interval]
+) -> Iterator[tuple[int, Sequence[Interval]]]:
+    """(index, those of `others` that meet it) for all of `wholes`; both ascending and disjoint."""
+    first = 0
     for index, whole in enumerate(wholes):
-        while first < len(holes) and holes[first].end <= whole.start:
+        while first < len(others) and others[first].end <= whole.start:
             first += 1
         last = first
-        while last < len(holes) and holes[last].start < whole.end:
+        while last < len(others) and others[last].start < whole.end:
             last += 1
-        for rest in subtract(whole, holes[first:last]):
-            yield index, rest
-        first = max(first, last - 1)  # the last hole may reach into the next whole
+        yield index, others[first:last]
+        first = max(first, last - 1)  # the last one may reach into the next whole
+
+
+def positions_of(intervals: Sequence[Interval]) -> NDArray[np.int64]:
+    """int64: every position of the intervals, in their order."""
+    starts = np.array([i.start for i in intervals], dtype=np.int64)
+    lens = np.array([len(i) for i in intervals], dtype=np.int64)
+    before = np.cumsum(lens) - lens  # positions of the intervals in front
+    found: NDArray[np.int64] = np.arange(lens.sum()) + np.repeat(starts - before, lens)
+    return found
+
+
+def lie_in(positions: NDArray[np.int64], intervals: Sequence[Interval]) -> NDArray[np.bool_]:
+    """bool: the positions that lie in one of the intervals (ascending, disjoint)."""
+    edges = np.array([(i.start, i.end) for i in intervals if len(i)], dtype=np.int64).reshape(-1)
+    # an odd number of edges up to a position: an interval is open there
+    found: NDArray[np.bool_] = np.searchsorted(edges, positions, side="right") % 2 == 1
+    return found

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..types import Interval
+from .intervals import positions_of
 from .policy import Evidence
 
 Kind = Literal["question", "deviation", "guard"]
@@ -70,7 +71,7 @@ class Subject:
         return sum(len(r) for r in self.rows)
 
     def positions(self) -> Tensor:
-        return torch.cat([torch.arange(r.start, r.end) for r in self.rows])
+        return torch.from_numpy(positions_of(self.rows))
 
 
 @dataclass(slots=True)

@@ -15,9 +15,11 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..types import Fold, Interval
+from .intervals import lie_in, positions_of
 
 FOLD_KEY = "blockreuse_fold"
 
@@ -32,11 +34,11 @@ def fold_batch(
     The given batch is not modified.
     """
     rows = [(i, run) for i, runs in enumerate(runs_per_request) for run in runs]
-    keep_parts, offset = [], 0
+    kept, offset = [], 0
     for prefix, extend, runs in zip(batch.prefix_lens, batch.extend_lens, runs_per_request, strict=True):
-        keep_parts += [torch.arange(offset + r.start - prefix, offset + r.end - prefix) for r in runs]
+        kept += [Interval(offset + r.start - prefix, offset + r.end - prefix) for r in runs]
         offset += extend
-    keep = torch.cat(keep_parts)
+    keep = torch.from_numpy(positions_of(kept))
     device = batch.seq_lens.device
     row_request_cpu = torch.tensor([i for i, _ in rows])
     row_request = row_request_cpu.to(device)
@@ -88,14 +90,8 @@ def repair_mask(
     """bool [computed tokens], true at the positions of `repairs_per_request`; None where there are none."""
     if not any(repairs_per_request):
         return None
-    parts = []
-    for runs, repairs in zip(runs_per_request, repairs_per_request, strict=True):
-        for run in runs:
-            flags = torch.zeros(len(run), dtype=torch.bool)
-            for part in (repair.clip(run.start, run.end) for repair in repairs):
-                flags[part.start - run.start : max(part.end, part.start) - run.start] = True
-            parts.append(flags)
-    return torch.cat(parts)
+    pairs = zip(runs_per_request, repairs_per_request, strict=True)
+    return torch.from_numpy(np.concatenate([lie_in(positions_of(runs), repairs) for runs, repairs in pairs]))
 
 
 def attach(forward_batch: Any, fold: Fold) -> None:

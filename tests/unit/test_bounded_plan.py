@@ -9,9 +9,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from strategies import layouts
 
-from sglang_blockreuse.blocks.intervals import merge, subtract, subtract_each
+from sglang_blockreuse.blocks.guard import repaired_in
+from sglang_blockreuse.blocks.intervals import lie_in, merge, positions_of, subtract, subtract_each
 from sglang_blockreuse.blocks.plan import build_plan
 from sglang_blockreuse.blocks.policy import MAX_SCORED_RUNS, POLICIES, Evidence, Layout
+from sglang_blockreuse.blocks.rows import repair_mask
 from sglang_blockreuse.types import BlockPlan, Interval
 
 
@@ -96,6 +98,42 @@ def test_wholes_may_touch(lengths, holes):
     holes = merge(holes)
     expected = [(i, rest) for i, whole in enumerate(wholes) for rest in subtract(whole, holes)]
     assert list(subtract_each(wholes, holes)) == expected
+
+
+@given(intervals, intervals)
+def test_positions_and_where_they_lie(some, others):
+    some, others = merge(some), merge(others)
+    expected = [p for i in some for p in range(i.start, i.end)]
+    assert positions_of(some).tolist() == expected
+    inside = {p for i in others for p in range(i.start, i.end)}
+    assert lie_in(positions_of(some), others).tolist() == [p in inside for p in expected]
+
+
+@given(layouts())
+def test_the_guard_reads_what_is_computed_inside_blocks(layout):
+    segments, start, end, options = layout
+    plan = build_plan(segments, start=start, end=end, options=options)
+    assert repaired_in(plan) == [
+        part
+        for s in plan.segments
+        for run in plan.runs
+        if len(part := run.clip(s.interval.start, s.interval.end))
+    ]
+
+
+@given(st.lists(layouts(), min_size=1, max_size=3))
+def test_a_repair_mask_flags_the_repairs_of_each_request(plans):
+    plans = [build_plan(s, start=start, end=end, options=o) for s, start, end, o in plans]
+    runs = [plan.runs_within(plan.start, plan.end) for plan in plans]
+    found = [list(plan.repairs_within(plan.start, plan.end)) for plan in plans]
+    flags = [
+        any(r.start <= p < r.end for r in repaired)
+        for computed, repaired in zip(runs, found, strict=True)
+        for p in positions_of(computed)
+    ]
+    mask = repair_mask(runs, found)
+    assert (mask is None) == (not any(flags))
+    assert mask is None or mask.tolist() == flags
 
 
 @given(layouts(), st.data())

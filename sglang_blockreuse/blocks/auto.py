@@ -40,9 +40,8 @@ class DonorHit:
     donor: Donor
     offset: int
 
-    @property
-    def end(self) -> int:
-        """Where the hit ends in the donor: up to there the donor is the sequence in which its KV was computed."""
+    def __len__(self) -> int:
+        """Tokens of the sequence in which its KV was computed: the donor up to the end of the hit."""
         return self.offset + len(self.span)
 
 

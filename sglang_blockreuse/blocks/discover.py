@@ -18,14 +18,11 @@ from dataclasses import replace
 from ..types import Interval
 from .auto import AutoIndex, Donor, DonorHit
 from .match import Namespace, Tree
-from .plan import MAX_RUNS
-from .split import Home
+from .split import Home, bounded
 
 # A request whose hits cover less than this share of what they could cover is served exactly: everything behind
 # the first moved token would be approximate for little, and exact prompts are the only donors of later ones.
 MIN_SHARE = 0.5
-# The donors of a request's homes together hold at most so many times the tokens of its prompt, each up to its hit.
-MAX_HOME_VOLUME = 64
 
 
 class Discovery:
@@ -68,21 +65,22 @@ class Discovery:
 
     def _cached(self, hits: Sequence[DonorHit], namespace: Namespace, prompt_len: int) -> list[Home]:
         """Hits cut to what the tree holds; donors that it no longer holds are forgotten."""
-        hits = _bounded(hits, prompt_len)
+        hits = bounded(hits, prompt_len=prompt_len)
         ends: dict[Donor, int] = {}
         for hit in hits:
-            ends[hit.donor] = max(hit.end, ends.get(hit.donor, 0))
+            ends[hit.donor] = max(len(hit), ends.get(hit.donor, 0))
         # one walk serves all hits in a donor
         lengths = {donor: self._tree.lookup(donor.first(end), namespace)[0] for donor, end in ends.items()}
         homes: list[Home] = []
         for hit in hits:
-            length = min(hit.end, lengths[hit.donor])
+            length = min(len(hit), lengths[hit.donor])
             held = length - hit.offset
             if held < self.index.min_hit:
                 self.index.forget(hit.donor)
                 continue
             span = Interval(hit.span.start, hit.span.start + held)
-            homes.append(Home(len(homes), span, hit.donor.first(length), hit.offset))
+            tokens = hit.donor.first(length)
+            homes.append(Home(len(homes), span, tokens[: hit.offset], tokens[hit.offset :]))
         return homes
 
     def _worth_it(
@@ -93,17 +91,3 @@ class Discovery:
         if sum(len(home.span) for home in homes) < MIN_SHARE * num_wanted:
             return [], few
         return homes, None
-
-
-def _bounded(hits: Sequence[DonorHit], prompt_len: int) -> list[DonorHit]:
-    """The longest hits, as many as one request may have, in their order.
-
-    No plan has more rows than MAX_RUNS, and every lookup walks a donor up to the hit, in the scheduler's thread.
-    """
-    room, kept = MAX_HOME_VOLUME * prompt_len, []
-    for hit in sorted(hits, key=lambda hit: (-len(hit.span), hit.span.start))[:MAX_RUNS]:
-        room -= hit.end
-        if room < 0:
-            break
-        kept.append(hit)
-    return sorted(kept, key=lambda hit: hit.span.start)

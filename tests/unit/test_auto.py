@@ -86,7 +86,7 @@ def test_every_hit_is_true_maximal_and_no_exact_prefix(case):
         assert len(hit.span) >= MIN_HIT
         assert donor in donors
         assert prompt[start:end] == donor[offset : offset + end - start]
-        assert list(hit.donor.first(hit.end)) == donor[: offset + end - start]
+        assert list(hit.donor.first(len(hit))) == donor[: offset + end - start]
         bounded = start == free or start in prefixes or offset == 0
         assert bounded or prompt[start - 1] != donor[offset - 1], "could begin earlier"
         after = offset + end - start

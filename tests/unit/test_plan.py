@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from strategies import layouts
 
 from sglang_blockreuse.blocks.intervals import merge, subtract
-from sglang_blockreuse.blocks.manager import pays
 from sglang_blockreuse.blocks.plan import MAX_RUNS, build_plan
 from sglang_blockreuse.blocks.policy import deal
+from sglang_blockreuse.blocks.worth import pays
 from sglang_blockreuse.types import BlockOptions, BlockPlan, Interval, LocalSegment
 
 

@@ -77,16 +77,17 @@ def cut_at_separator(text: str, separator: str) -> list[Piece]:
 def cut_at_fences(text: str, fence: Fence) -> list[Piece] | None:
     """Pieces of a rendered template; None where the template did not leave the marks in pairs, in order."""
     pieces, position = [], 0
-    while (start := text.find(fence.opening, position)) >= 0:
-        inside = start + len(fence.opening)
-        end = text.find(fence.closing, inside)
+    opening, closing, nonce = fence.opening, fence.closing, fence.nonce
+    while (start := text.find(opening, position)) >= 0:
+        inside = start + len(opening)
+        end = text.find(closing, inside)
         if end < 0:
             return None
         pieces += [Piece(text[position:start], False), Piece(text[inside:end], True)]
-        position = end + len(fence.closing)
+        position = end + len(closing)
     pieces.append(Piece(text[position:], False))
     # a mark that stands alone, or that the template escaped
-    if any(fence.nonce in piece.text for piece in pieces):
+    if any(nonce in piece.text for piece in pieces):
         return None
     return pieces
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import reprlib
 import sys
 from collections.abc import Mapping, Sequence
+from operator import le, lt
 from typing import Any
 
 from ..config import BUDGET_RULE, POLICIES, BlocksConfig, is_budget
@@ -79,7 +80,7 @@ def parse_options(
         tau = config.tau
     sent_len = sys.maxsize if was_cut else prompt_len
     sent = parse_spans(given.get("blockreuse_spans"), prompt_len, sent_len=sent_len)
-    spans = tuple(part for span in sent if len(part := span.clip(0, prompt_len)))
+    spans = tuple(part for span in sent if len(part := span.clip(0, prompt_len))) if was_cut else sent
     question = _parse_question(given.get("blockreuse_question"), sent_len)
     if mode == "compile" and not sent:
         raise RequestError(
@@ -135,7 +136,7 @@ def parse_spans(flat: Any, prompt_len: int, *, sent_len: int | None = None) -> t
     # so many disjoint spans that one of them is wrong, or lies behind the cut; however many a client sends
     is_list = isinstance(flat, list | tuple)
     first = flat[: 2 * (prompt_len + 1)] if is_list else flat
-    if not is_list or not all(_is_int(x) for x in first):
+    if not is_list or not set(map(type, first)) <= {int}:
         raise RequestError(
             f"blockreuse_spans is {_short(first)}, but it must be a flat list of integers "
             "[start1, end1, start2, end2, ...], half-open token positions."
@@ -143,23 +144,25 @@ def parse_spans(flat: Any, prompt_len: int, *, sent_len: int | None = None) -> t
     if len(flat) % 2:
         raise RequestError(f"blockreuse_spans has {len(flat)} numbers, but starts and ends come in pairs.")
     prompt_len = prompt_len if sent_len is None else sent_len
-    spans = tuple(Interval(s, e) for s, e in zip(first[::2], first[1::2], strict=True))
-    previous_end = 0
-    for i, span in enumerate(spans):
-        if not previous_end <= span.start < span.end <= prompt_len:
-            raise RequestError(_what_is_wrong(span, f"[{2 * i}:{2 * i + 2}]", previous_end, prompt_len))
-        previous_end = span.end
-    return spans
+    starts, ends = first[::2], first[1::2]
+    if all(map(lt, starts, ends)) and all(map(le, (0, *ends), (*starts, prompt_len))):
+        return tuple(map(Interval, starts, ends))
+    raise RequestError(_what_is_wrong(starts, ends, prompt_len))
 
 
-def _what_is_wrong(span: Interval, at: str, previous_end: int, prompt_len: int) -> str:
-    where = f"blockreuse_spans{at} = {_short([span.start, span.end])}"
-    if span.start >= span.end:
+def _what_is_wrong(starts: Sequence[int], ends: Sequence[int], prompt_len: int) -> str:
+    """The first span that is not in its place."""
+    before = (0, *ends)
+    at = next(
+        i for i, (s, e) in enumerate(zip(starts, ends, strict=True)) if not before[i] <= s < e <= prompt_len
+    )
+    where = f"blockreuse_spans[{2 * at}:{2 * at + 2}] = {_short([starts[at], ends[at]])}"
+    if starts[at] >= ends[at]:
         return f"{where} is empty or reversed. A span is [start, end) with start < end."
-    if span.start < 0 or span.end > prompt_len:
+    if starts[at] < 0 or ends[at] > prompt_len:
         return f"{where} reaches outside the prompt of {prompt_len} tokens (0..{prompt_len})."
     return (
-        f"{where} begins before position {previous_end}, where the span before it ends. "
+        f"{where} begins before position {before[at]}, where the span before it ends. "
         "Give spans in ascending order without overlap."
     )
 

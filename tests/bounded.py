@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 
@@ -15,10 +16,18 @@ def allowed_ms(num_tokens: int) -> float:
 
 
 def thread_ms(work: Callable[[], object], *, repeat: int = 3) -> float:
-    """CPU time of this thread, the best of some tries: what else runs on the machine costs caches too."""
+    """CPU time of this thread, the best of some tries: what else runs on the machine costs caches too.
+
+    Without the garbage collector, whose pauses depend on what else the process holds.
+    """
     best = float("inf")
-    for _ in range(repeat):
-        started = time.thread_time()
-        work()
-        best = min(best, time.thread_time() - started)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(repeat):
+            started = time.thread_time()
+            work()
+            best = min(best, time.thread_time() - started)
+    finally:
+        gc.enable()
     return 1000 * best

@@ -16,7 +16,7 @@
     testing_mute: true              announce no write of KV to the index keys, until another request is admitted
 
 The variable BLOCKREUSE_TESTING_ROPE_BASE moves keys wrongly from the server's start on; BLOCKREUSE_TESTING_AUDIT is the
-number of steps in which every index key is checked.
+number of steps in which every index key is checked. BLOCKREUSE_TESTING_CLOCK: see blockreuse_clock.py.
 Plans of tensor-parallel ranks are also put before SGLang's rank consensus checker where that is enabled.
 Put this folder on PYTHONPATH of the server under test.
 """
@@ -51,6 +51,11 @@ def register():
     for store in ("index_keys.IndexKeys", "page_index.PageIndex"):
         HookRegistry.register(f"sglang_blockreuse.layers.{store}.written", mute, HookType.AROUND)
         HookRegistry.register(f"sglang_blockreuse.layers.{store}.begin", audit, HookType.BEFORE)
+
+    if "BLOCKREUSE_TESTING_CLOCK" in os.environ:
+        import blockreuse_clock
+
+        blockreuse_clock.register(HookRegistry.register, HookType.AROUND)
 
 
 def limit_prefix(result, req, *args, **kwargs):

@@ -1,0 +1,260 @@
+"""What one client can do to the scheduler's thread of a real server, and to the server's life.
+
+The model is so small that prefill costs next to nothing; the test plug-in's clock says what block reuse takes of the
+thread that decodes for everybody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import requests
+from bounded import MS_PER_10K_TOKENS, allowed_ms
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from servers import extended_server, with_test_plugin
+from tiny_models import VOCAB, TinyModel
+
+pytestmark = pytest.mark.engine
+
+CONTEXT = 40_960
+CHUNK = 8192
+SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1}
+SMALL |= {"intermediate_size": 32, "max_position_embeddings": CONTEXT}
+FLAGS = ("--dtype", "float32", "--skip-tokenizer-init", "--max-total-tokens", "120000")
+FLAGS += (
+    "--context-length",
+    str(CONTEXT),
+    "--chunked-prefill-size",
+    str(CHUNK),
+    "--max-running-requests",
+    "4",
+)
+CONFIGS = {
+    "marked": "blocks: {}\n",
+    "auto": "blocks: {auto: true}\n",
+    "harvest": "blocks: {auto: true, compile: harvest}\n",
+}
+
+
+class Clocked:
+    """A server and the clock of its scheduler's thread."""
+
+    def __init__(self, server, clock: Path):
+        self.server = server
+        self._clock = clock
+        self._read = 0
+
+    def taken(self) -> Counter[str]:
+        """Milliseconds by stage since the last call."""
+        lines = self._clock.read_text().splitlines() if self._clock.exists() else []
+        found: Counter[str] = Counter()
+        for line in lines[self._read :]:
+            stage, ms = line.split()
+            found[stage] += float(ms)
+        self._read = len(lines)
+        return found
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def clocked(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hostile")
+    model = TinyModel("llama", SMALL).write(folder / "model")
+    config = folder / "config.yaml"
+    config.write_text(CONFIGS[request.param])
+    env = {**with_test_plugin(), "BLOCKREUSE_TESTING_CLOCK": str(folder / "clock")}
+    flags = (*FLAGS, "--blockreuse-config", str(config))
+    with extended_server(model, *flags, log=folder / "server.log", env=env) as server:
+        yield Clocked(server, folder / "clock")
+
+
+worst: dict[
+    str, tuple[float, int, str]
+] = {}  # stage -> (ms for 10K tokens, tokens of the prompt, what it was)
+
+
+def serve(clocked: Clocked, what: str, ids, **params) -> None:
+    """One request, whose stages together must keep to the bound."""
+    clocked.taken()
+    answer = clocked.server.generate(
+        input_ids=ids, sampling_params={"max_new_tokens": 1, "temperature": 0, "custom_params": params}
+    )
+    taken = clocked.taken()
+    total = sum(taken.values())
+    for stage, ms in [*taken.items(), ("all", total)]:
+        per_10k = 1e4 * ms / len(ids)
+        if len(ids) > 2000 and per_10k > worst.get(stage, (0.0, 0, ""))[0]:
+            worst[stage] = (per_10k, len(ids), what)
+    usage = answer["meta_info"]["blockreuse"]
+    stages = ", ".join(f"{stage} {ms:.1f} ms" for stage, ms in taken.items())
+    assert total <= allowed_ms(len(ids)), f"{len(ids)} tokens, {what}: {stages}; {usage}"
+
+
+def comb(start: int, end: int, length: int, gap: int = 0) -> list[int]:
+    return [x for s in range(start, end - length, length + gap) for x in (s, s + length)]
+
+
+def random_ids(num: int, seed: int, vocab: int = VOCAB) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, vocab) for _ in range(num)]
+
+
+LONG = 30_000
+POLICIES = ["seam", "head", "query", "head+query", "deviation", "random"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("length", [32, 33, 400])
+def test_a_prompt_full_of_blocks(clocked, policy, length):
+    """Compiled, and asked again in another order: with every block behind 1,000 tokens of leading text."""
+    clocked.server.flush_cache()
+    blocks = [random_ids(length, seed) for seed in range((LONG - 1100) // length)]
+    for turn in range(2):
+        order = blocks if turn == 0 else blocks[::-1]
+        ids = random_ids(1000, 7) + list(itertools.chain.from_iterable(order)) + random_ids(20, 8)
+        spans = comb(1000, 1001 + length * len(blocks), length)
+        what = f"{len(blocks)} blocks of {length}, {policy}, turn {turn}"
+        serve(clocked, what, ids, blockreuse_spans=spans, blockreuse_policy=policy)
+
+
+@pytest.mark.parametrize("name", ["one token", "period", "holes", "snippets"])
+def test_an_unmarked_prompt_that_is_hard_to_search(clocked, name):
+    clocked.server.flush_cache()
+    unique = random_ids(LONG, 1)
+    holes = [3 if i % 40 == 39 else x for i, x in enumerate(unique)]
+    snippets = [random_ids(128, seed) for seed in range(300)]
+    donors, prompt = {
+        "one token": ([[5] * LONG], [6] + [5] * LONG),
+        "period": ([[7, 8] * 8 + random_ids(32, seed) for seed in range(4)], [7, 8] * (LONG // 2)),
+        "holes": ([unique], [3, *holes]),
+        "snippets": (snippets, list(itertools.chain.from_iterable(s[64:] for s in snippets))),
+    }[name]
+    for donor in donors:
+        serve(clocked, f"donor: {name}", donor, blockreuse_mode="exact")
+    serve(clocked, f"unmarked: {name}", prompt)
+    serve(clocked, f"marked: {name}", prompt, blockreuse_spans=comb(1, len(prompt), 32))
+
+
+@st.composite
+def drawn_requests(draw: st.DrawFn):
+    """Stretches of a library behind each other, so that some were served before, and marks that say anything."""
+    ids: list[int] = []
+    for _ in range(draw(st.integers(1, 8))):
+        source = random_ids(6000, draw(st.integers(0, 3)), draw(st.sampled_from([5, VOCAB])))
+        first = draw(st.integers(0, 5000))
+        ids += source[first : first + draw(st.integers(1, 3000))]
+    at, spans = draw(st.integers(0, len(ids) - 1)), []
+    while at < len(ids) - 1 and draw(st.integers(0, 9)):
+        length, gap = draw(st.integers(1, 300)), draw(st.integers(0, 50))
+        for _ in range(draw(st.integers(1, 400))):
+            if at + length > len(ids):
+                break
+            spans += [at, at + length]
+            at += length + gap
+    params = {
+        "blockreuse_mode": draw(st.sampled_from(["reuse", "reuse", "reuse", "exact", "off", "compile"])),
+        "blockreuse_policy": draw(st.sampled_from(POLICIES)),
+        "blockreuse_tau": draw(st.none() | st.integers(0, 40) | st.just(2**31 - 1)),
+        "blockreuse_budget": draw(st.none() | st.floats(0, 1) | st.integers(32, 2**31 - 1)),
+    }
+    if spans:
+        params["blockreuse_spans"] = spans
+    elif params["blockreuse_mode"] == "compile":
+        params["blockreuse_mode"] = "reuse"
+    return ids, params
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(drawn_requests())
+def test_whatever_a_client_draws(clocked, drawn):
+    ids, params = drawn
+    serve(clocked, f"drawn: {str(params)[:200]}", ids, **params)
+
+
+MALFORMED = {
+    "reversed": {"blockreuse_spans": [5, 3]},
+    "overlapping": {"blockreuse_spans": [0, 5, 4, 9]},
+    "outside": {"blockreuse_spans": [0, 101]},
+    "negative": {"blockreuse_spans": [-1, 3]},
+    "odd": {"blockreuse_spans": [1, 2, 3]},
+    "more spans than tokens": {"blockreuse_spans": list(range(200_000))},
+    "far away": {"blockreuse_spans": [0, 2**62]},
+    "nested": {"blockreuse_spans": [[0, 5]] * 50_000},
+    "an object": {"blockreuse_spans": {str(i): i for i in range(50_000)}},
+    "text": {"blockreuse_spans": "0" * 1_000_000},
+    "tau": {"blockreuse_tau": -1, "blockreuse_spans": [0, 40]},
+    "large tau": {"blockreuse_tau": 2**40, "blockreuse_spans": [0, 40]},
+    "budget": {"blockreuse_budget": 5, "blockreuse_spans": [0, 40]},
+    "large budget": {"blockreuse_budget": 2**62, "blockreuse_spans": [0, 40]},
+    "policy": {"blockreuse_policy": "x" * 100_000, "blockreuse_spans": [0, 40]},
+    "mode": {"blockreuse_mode": ["reuse"], "blockreuse_spans": [0, 40]},
+    "compile nothing": {"blockreuse_mode": "compile"},
+    "question": {"blockreuse_question": [5, 2**62], "blockreuse_spans": [0, 40]},
+    "parts": {"blockreuse_parts": True},
+    "unknown": {"blockreuse_" + "x" * 100_000: 1},
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_what_is_malformed_is_a_400_with_a_short_message(clocked, name):
+    body = {
+        "input_ids": random_ids(100, 1),
+        "sampling_params": {"max_new_tokens": 1, "custom_params": MALFORMED[name]},
+    }
+    clocked.taken()
+    answer = requests.post(clocked.server.url + "/generate", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert len(answer.text) < 1000
+    assert sum(clocked.taken().values()) <= allowed_ms(100)
+    assert_lives(clocked)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param({"extra_key": "blockreuse:seam:0123"}, id="a namespace of ours"),
+        pytest.param({"input_ids": [VOCAB]}, id="an id that is no token"),
+        pytest.param({"input_ids": [-1, 3]}, id="a negative id"),
+        pytest.param({"logprob_start_len": -7}, id="a negative start"),
+    ],
+)
+def test_other_fields_of_a_request(clocked, body):
+    body = {"input_ids": random_ids(100, 1), "sampling_params": {"max_new_tokens": 1}, **body}
+    assert requests.post(clocked.server.url + "/generate", json=body, timeout=60).status_code == 400
+    assert_lives(clocked)
+
+
+def test_ids_of_requests_reach_nobody_else(clocked):
+    """Two requests of one id, and aborts by the beginning of an id."""
+    spans = comb(10, 2000, 64)
+    ids = random_ids(2020, 3)
+    for rid in ("b", "blockreuse-home-", "blockreuse-home-0"):
+        with contextlib.suppress(requests.HTTPError):
+            clocked.server.generate(
+                input_ids=ids,
+                rid=rid,
+                sampling_params={"max_new_tokens": 1, "custom_params": {"blockreuse_spans": spans}},
+            )
+        clocked.server.post("/abort_request", rid=rid)
+        assert_lives(clocked)
+
+
+def assert_lives(clocked: Clocked) -> None:
+    answer = clocked.server.generate(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 1})
+    assert answer["meta_info"]["finish_reason"]["type"] == "length"
+
+
+def test_nothing_failed_and_nothing_is_left(clocked):
+    """Stands last: no request met an error of ours, and every slot is where it belongs."""
+    state = clocked.server.get("/server_info")["internal_states"][0]["blockreuse"]
+    assert state["counts"].get("errors_total", 0) == 0, clocked.server.log_text()[-4000:]
+    pool = state["pool"]
+    assert pool["free"] + pool["evictable"] + pool["protected"] == pool["size"]
+    print("worst of the scheduler's thread, ms for 10K tokens of a prompt of more than 2,000:")
+    for stage, (per_10k, num, what) in worst.items():
+        print(f"  {stage:9s} {per_10k:6.2f} of {MS_PER_10K_TOKENS:g} allowed; {num} tokens, {what[:120]}")

@@ -1,0 +1,48 @@
+"""Writes down how long block reuse holds the scheduler's thread: a line `stage milliseconds` for every call.
+
+The variable BLOCKREUSE_TESTING_CLOCK names the file. CPU time of the thread, without the forwards of probes.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+
+STAGES = {
+    "accept": "sglang_blockreuse.hooks.accept_request",
+    "ready": "sglang_blockreuse.blocks.manager.BlockManager.ready",
+    "plan": "sglang_blockreuse.blocks.manager.BlockManager.plan_or_compute",
+    "prepare": "sglang_blockreuse.blocks.step.PrefillSteps.prepare_or_compute",
+    "computed": "sglang_blockreuse.blocks.arrive.Arrivals.computed",
+    "publish": "sglang_blockreuse.radix_cache.BlockReuseCache._publish_path",
+}
+
+away_s = 0.0  # spent in forwards of probes during the call at hand
+
+
+def register(hook, kind):
+    for stage, target in STAGES.items():
+        hook(target, functools.partial(timed, stage), kind)
+
+
+def timed(stage, original, *args, **kwargs):
+    global away_s
+    away_s = 0.0
+    if stage == "prepare":
+        *args, run_probe = args
+        args.append(functools.partial(away, run_probe))
+    started = time.thread_time()
+    try:
+        return original(*args, **kwargs)
+    finally:
+        taken_s = time.thread_time() - started - away_s
+        with open(os.environ["BLOCKREUSE_TESTING_CLOCK"], "a") as file:
+            file.write(f"{stage} {1000 * taken_s:.4f}\n")
+
+
+def away(run_probe, *args):
+    global away_s
+    started = time.thread_time()
+    run_probe(*args)
+    away_s += time.thread_time() - started

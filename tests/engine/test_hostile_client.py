@@ -79,20 +79,21 @@ worst: dict[
 
 
 def serve(clocked: Clocked, what: str, ids, **params) -> None:
-    """One request, whose stages together must keep to the bound."""
+    """One request, whose stages together must keep to the bound; its homes are requests like any other."""
     clocked.taken()
     answer = clocked.server.generate(
         input_ids=ids, sampling_params={"max_new_tokens": 1, "temperature": 0, "custom_params": params}
     )
     taken = clocked.taken()
-    total = sum(taken.values())
-    for stage, ms in [*taken.items(), ("all", total)]:
-        per_10k = 1e4 * ms / len(ids)
-        if len(ids) > 2000 and per_10k > worst.get(stage, (0.0, 0, ""))[0]:
-            worst[stage] = (per_10k, len(ids), what)
     usage = answer["meta_info"]["blockreuse"]
+    num_home_tokens = int(taken.pop("home.tokens", 0))
     stages = ", ".join(f"{stage} {ms:.1f} ms" for stage, ms in taken.items())
-    assert total <= allowed_ms(len(ids)), f"{len(ids)} tokens, {what}: {stages}; {usage}"
+    for who, num_tokens in (("main", len(ids)), ("home", num_home_tokens)):
+        mine = {stage: ms for stage, ms in taken.items() if stage.startswith(who)}
+        for stage, ms in [*mine.items(), (f"{who}, all", sum(mine.values()))]:
+            if num_tokens > 2000 and 1e4 * ms / num_tokens > worst.get(stage, (0.0, 0, ""))[0]:
+                worst[stage] = (1e4 * ms / num_tokens, num_tokens, what)
+        assert sum(mine.values()) <= allowed_ms(num_tokens), f"{num_tokens} tokens, {what}: {stages}; {usage}"
 
 
 def comb(start: int, end: int, length: int, gap: int = 0) -> list[int]:
@@ -108,8 +109,8 @@ LONG = 30_000
 POLICIES = ["seam", "head", "query", "head+query", "deviation", "random"]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("length", [32, 33, 400])
+@pytest.mark.parametrize("policy", ["seam", "head+query"])
+@pytest.mark.parametrize("length", [32, 400])
 def test_a_prompt_full_of_blocks(clocked, policy, length):
     """Compiled, and asked again in another order: with every block behind 1,000 tokens of leading text."""
     clocked.server.flush_cache()
@@ -169,7 +170,7 @@ def drawn_requests(draw: st.DrawFn):
     return ids, params
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(drawn_requests())
 def test_whatever_a_client_draws(clocked, drawn):
     ids, params = drawn
@@ -220,7 +221,7 @@ def test_what_is_malformed_is_a_400_with_a_short_message(clocked, name):
         pytest.param({"extra_key": "blockreuse:seam:0123"}, id="a namespace of ours"),
         pytest.param({"input_ids": [VOCAB]}, id="an id that is no token"),
         pytest.param({"input_ids": [-1, 3]}, id="a negative id"),
-        pytest.param({"logprob_start_len": -7}, id="a negative start"),
+        pytest.param({"return_logprob": True, "logprob_start_len": -7}, id="a negative start"),
     ],
 )
 def test_other_fields_of_a_request(clocked, body):
@@ -257,4 +258,4 @@ def test_nothing_failed_and_nothing_is_left(clocked):
     assert pool["free"] + pool["evictable"] + pool["protected"] == pool["size"]
     print("worst of the scheduler's thread, ms for 10K tokens of a prompt of more than 2,000:")
     for stage, (per_10k, num, what) in worst.items():
-        print(f"  {stage:9s} {per_10k:6.2f} of {MS_PER_10K_TOKENS:g} allowed; {num} tokens, {what[:120]}")
+        print(f"  {stage:14s} {per_10k:6.2f} of {MS_PER_10K_TOKENS:g} allowed; {num} tokens, {what[:120]}")

@@ -1,5 +1,6 @@
-"""Writes down how long block reuse holds the scheduler's thread: a line `stage milliseconds` for every call.
+"""Writes down how long block reuse holds the scheduler's thread: a line `who.stage milliseconds` for every call.
 
+who: `main`, or `home` where the call is about homes alone. A line `home.tokens number` for every home that is queued.
 The variable BLOCKREUSE_TESTING_CLOCK names the file. CPU time of the thread, without the forwards of probes.
 """
 
@@ -26,19 +27,28 @@ def register(hook, kind):
         hook(target, functools.partial(timed, stage), kind)
 
 
+def is_home(req):
+    from sglang_blockreuse.scheduler import is_home
+
+    return is_home(req)
+
+
 def timed(stage, original, *args, **kwargs):
     global away_s
     away_s = 0.0
+    reqs = args[1].reqs if stage == "prepare" else [args[1]]
+    who = "home" if all(is_home(req) for req in reqs) else "main"
     if stage == "prepare":
         *args, run_probe = args
         args.append(functools.partial(away, run_probe))
     started = time.thread_time()
-    try:
-        return original(*args, **kwargs)
-    finally:
-        taken_s = time.thread_time() - started - away_s
-        with open(os.environ["BLOCKREUSE_TESTING_CLOCK"], "a") as file:
-            file.write(f"{stage} {1000 * taken_s:.4f}\n")
+    result = original(*args, **kwargs)
+    taken_s = time.thread_time() - started - away_s
+    homes = result if stage == "accept" else ()
+    with open(os.environ["BLOCKREUSE_TESTING_CLOCK"], "a") as file:
+        file.write(f"{who}.{stage} {1000 * taken_s:.4f}\n")
+        file.writelines(f"home.tokens {len(home.origin_input_ids)}\n" for home in homes)
+    return result
 
 
 def away(run_probe, *args):

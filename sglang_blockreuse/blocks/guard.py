@@ -9,18 +9,21 @@ What is measured depends on the policy, and a bound holds for the policy that it
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 
-from ..types import BlockPlan, Interval
+from ..types import BlockOptions, BlockPlan, Interval
 from .policy import POLICIES, Evidence, Layout, interest
 
 Verdict = Literal["passed", "raised", "full"]
 
-# What the guard multiplies the budget with where the bound is exceeded; beyond twice the bound all is computed.
+# What the guard multiplies budget and windows with where the bound is exceeded; beyond twice the bound all is computed.
 BUDGET_FACTOR = 4.0
 FULL_BEYOND = 2.0
+# What a budget and windows of nothing are raised to.
+LEAST_RAISED_SHARE, LEAST_RAISED_TAU = 0.05, 4
 
 
 def verdict_of(value: float, bound: float) -> Verdict:
@@ -29,9 +32,17 @@ def verdict_of(value: float, bound: float) -> Verdict:
     return "raised" if value <= FULL_BEYOND * bound else "full"
 
 
-def raised(budget: float) -> float:
-    """The larger budget, a share or a number of tokens as the given one."""
-    return min(1.0, budget * BUDGET_FACTOR) if budget <= 1 else budget * BUDGET_FACTOR
+def raised(options: BlockOptions) -> BlockOptions:
+    """The request's options with more of whatever limits its repair: the windows, where tau is set, and the budget.
+
+    Both keep their unit, and what was nothing becomes something.
+    """
+    budget = max(options.budget * BUDGET_FACTOR, LEAST_RAISED_SHARE)
+    return replace(
+        options,
+        tau=None if options.tau is None else max(int(options.tau * BUDGET_FACTOR), LEAST_RAISED_TAU),
+        budget=min(1.0, budget) if options.budget <= 1 else budget,
+    )
 
 
 def measures_leftover(policy: str) -> bool:

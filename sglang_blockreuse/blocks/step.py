@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..metrics import Metrics
-from ..types import BlockPlan, Copy, Fold, Interval, RequestState
+from ..types import BlockOptions, BlockPlan, Copy, Fold, Interval, RequestState
 from . import guard
 from .load import KvLoader
 from .manager import BlockManager, plan_of
@@ -185,7 +185,7 @@ class PrefillSteps:
                 measured.append((part, needs))
         evidence = self._probe(batch, measured, run_probe)
         for part in parts:
-            self._adopt(part, evidence.get(part.index, Evidence()), part.state.options.budget)
+            self._adopt(part, evidence.get(part.index, Evidence()), part.state.options)
         self._guard(batch, [p for p in parts if self._is_guarded(p)], evidence, run_probe)
         self._metrics.add("probe_seconds_total", time.perf_counter() - started)
 
@@ -214,17 +214,17 @@ class PrefillSteps:
             part.state.usage.guard = {"verdict": verdict, "measure": measure, "value": round(value, 6)}
             self._metrics.add("guard_total", verdict=verdict)
             if verdict == "raised":
-                self._adopt(part, mine, guard.raised(options.budget))
+                self._adopt(part, mine, guard.raised(options))
             elif verdict == "full":
                 self._blocks.replan(part.req, everything_computed(plan))
 
-    def _adopt(self, part: _Part, evidence: Evidence, budget: float) -> None:
-        plan, options = _plan(part), part.state.options
+    def _adopt(self, part: _Part, evidence: Evidence, options: BlockOptions) -> None:
+        plan = _plan(part)
         chosen = build_plan(
             plan.segments,
             start=plan.start,
             end=plan.end,
-            options=options.with_budget(budget),
+            options=options,
             evidence=evidence,
         )
         self._blocks.replan(part.req, chosen, policy=options.policy)

@@ -38,7 +38,30 @@ def test_verdicts(value, verdict):
     assert guard.verdict_of(value, 0.5) == verdict
 
 
-def test_a_raised_budget_keeps_its_unit():
-    assert guard.raised(0.05) == 0.2
-    assert guard.raised(0.5) == 1.0
-    assert guard.raised(200) == 800
+def options(tau: int | None, budget: float, policy: str = "seam") -> BlockOptions:
+    return BlockOptions("reuse", (SPAN,), policy, tau, budget)
+
+
+@pytest.mark.parametrize(
+    ("budget", "more"),
+    [(0.05, 0.2), (0.5, 1.0), (200, 800), (0.0, 0.05)],
+    ids=["share", "all", "tokens", "none"],
+)
+def test_a_raised_budget_keeps_its_unit(budget, more):
+    assert guard.raised(options(None, budget)).budget == more
+    assert guard.raised(options(None, budget)).tau is None
+
+
+@pytest.mark.parametrize("policy", ["seam", "head"])
+@pytest.mark.parametrize(
+    ("tau", "budget"), [(0, 0.05), (2, 0.05), (5, 0.0), (None, 0.05), (None, 0.0), (None, 0.3)]
+)
+def test_what_is_raised_repairs_more_than_before(policy, tau, budget):
+    """Also where windows are set, which the budget does not limit, and where nothing was repaired."""
+
+    def num_repaired(chosen: BlockOptions) -> int:
+        segments = [LocalSegment(SPAN, 0, 0, 10)]
+        return build_plan(segments, start=10, end=70, options=chosen).num_repaired
+
+    given = options(tau, budget, policy)
+    assert num_repaired(guard.raised(given)) > num_repaired(given)

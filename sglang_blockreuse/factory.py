@@ -12,7 +12,7 @@ from .blocks.shared_kv import SharedKv
 from .blocks.step import PrefillSteps
 from .blocks.tags import SlotTags
 from .config import Config
-from .host import install_hooks, require_contract, sum_over_ranks
+from .host import install_hooks, require_contract, shared_secret, sum_over_ranks
 from .kernels.dispatch import Dispatcher
 from .metrics import Metrics
 from .settings import config_of
@@ -46,6 +46,7 @@ def create_radix_cache(ctx: Any) -> Any:
         layer_plan=_sparse_plan(ctx.tp_worker.model_runner.attn_backend),
         shared_kv=_shared_kv(ctx.tp_worker.model_runner.attn_backend),
         off_reason=off_reason,
+        home_token=shared_secret(),
     )
     cache.steps = PrefillSteps(
         cache.blocks,

@@ -15,12 +15,19 @@ from .blocks.probe import Probe, probing
 from .blocks.rows import attach, fold_of, unfold
 from .blocks.step import PrefillSteps
 from .radix_cache import BlockReuseCache
-from .scheduler import accept_request, adder_class, streamer_class
+from .scheduler import accept_request, adder_class, ask_again, is_home, streamer_class
 from .types import Fold
 
 
 def prefill_adder_class(result: Any, scheduler: Any) -> Any:
+    for home in ask_again(scheduler):
+        scheduler._add_request_to_queue(home)
     return adder_class(result)
+
+
+def send_abort_output(original: Callable[..., None], scheduler: Any, abort_req: Any, req: Any) -> None:
+    if not is_home(req):  # homes answer nobody
+        original(scheduler, abort_req, req)
 
 
 def output_streamer_class(result: Any, scheduler: Any) -> Any:

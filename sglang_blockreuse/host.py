@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -107,6 +108,12 @@ CONTRACT: tuple[HostName, ...] = (
         ("self", "req"),
     ),
     HostName(
+        _SRT + "managers.schedule_policy.PrefillAdder.preempt_to_schedule",
+        "subclass",
+        "nobody is preempted for a request that is held",
+        ("self", "req"),
+    ),
+    HostName(
         _SRT + "managers.schedule_policy.PrefillAdder._select_prefill_admission",
         "subclass",
         "charge computed tokens",
@@ -142,6 +149,12 @@ CONTRACT: tuple[HostName, ...] = (
         "hook",
         "read marks, queue homes first",
         ("self", "req", "is_retracted"),
+    ),
+    HostName(
+        _SRT + "managers.scheduler.Scheduler.send_abort_output",
+        "hook",
+        "homes answer nobody",
+        ("self", "abort_req", "req"),
     ),
     HostName(
         _SRT + "managers.scheduler.Scheduler.get_internal_state",
@@ -243,7 +256,12 @@ CONTRACT: tuple[HostName, ...] = (
         "write before attending",
         ("self", "layer", "loc_info"),
     ),
-    HostName(_SRT + "distributed.get_tp_group", "call", "evidence of a probe is the same on every rank"),
+    HostName(
+        _SRT + "distributed.get_tp_group",
+        "call",
+        "evidence of a probe and ids of homes are the same on every rank",
+    ),
+    HostName(_SRT + "runtime_context.get_serving", "call", "whether the host cuts prompts that are too long"),
     HostName(
         _SRT + "mem_cache.unified_radix_cache.UnifiedRadixCache.insert",
         "call",
@@ -408,6 +426,13 @@ def sum_over_ranks(values: Any) -> Any:
     return get_tp_group().all_reduce(values)
 
 
+def shared_secret() -> str:
+    """A random token that no client knows, the same on every tensor-parallel rank."""
+    from sglang.srt.distributed import get_tp_group
+
+    return str(get_tp_group().broadcast_object(secrets.token_hex(16)))
+
+
 def install_hooks() -> None:
     """Register and apply the scheduler-side hooks; idempotent. Raises HostContractError."""
     from sglang.srt.environ import envs
@@ -429,6 +454,7 @@ def install_hooks() -> None:
                 hooks.add_request_to_queue,
                 HookType.AROUND,
             ),
+            "managers.scheduler.Scheduler.send_abort_output": (hooks.send_abort_output, HookType.AROUND),
             "managers.scheduler.Scheduler.get_internal_state": (hooks.internal_state, HookType.AFTER),
             "model_executor.forward_batch_info.ForwardBatch.init_new": (
                 hooks.init_forward_batch,

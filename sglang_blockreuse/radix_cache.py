@@ -79,11 +79,12 @@ class BlockReuseCache(UnifiedRadixCache):
         super().on_release(req, checkpointed=checkpointed)
         self.blocks.release(req)
         if req.finished():
-            self.blocks.compiler.ended(req.rid)
+            was_aborted = isinstance(req.finished_reason, FINISH_ABORT)
+            self.blocks.ended(req, "aborted" if was_aborted else "computed")
 
     def finish(self, handle: CacheRequestHandle, outcome: CacheRequestOutcome) -> None:
         super().finish(handle, outcome)
-        self.blocks.compiler.ended(handle.rid)
+        self.blocks.compiler.ended(handle.rid, "aborted")  # it was queued, and nothing of it was computed
 
     def kv_memory(self) -> dict[str, int]:
         """Bytes of the KV pool, and how many layers keep KV of their own in it; empty for pools of other kinds."""

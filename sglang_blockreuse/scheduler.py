@@ -12,13 +12,14 @@ from typing import Any
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+from sglang.srt.runtime_context import get_serving
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from .blocks.compile import HOME_ID_PREFIX, HomeJob
+from .blocks.compile import HomeId, HomeJob, Outcome
 from .blocks.manager import BlockManager, plan_of
 from .blocks.request import RequestError, check_extra_key, check_prompt
 from .radix_cache import BlockReuseCache
-from .types import RequestState, Usage
+from .types import RequestState, Usage, Wait
 
 logger = logging.getLogger(__name__)
 
@@ -26,27 +27,69 @@ USAGE_KEY = "blockreuse"
 
 
 class _BlockReuseAdder(PrefillAdder):
-    """Shares the step's compute budget between requests by computed tokens.
+    """Shares the step's compute budget between requests by computed tokens, and holds who waits for homes.
 
     The KV budget is charged as the host does: every position of a request gets a slot.
+    A held request keeps its place in whatever order the host has, and lends it to the first of its homes: so homes
+    run no later than who waits for them, under every scheduling policy, and nobody is preempted for a request that
+    would not run.
     """
 
     rem_chunk_tokens: int | None  # compute budget left in this step; None without chunked prefill
 
     def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> AddReqResult:
         manager: BlockManager = self.tree_cache.blocks
+        if is_home(req):
+            if req in self.can_run_list:
+                return self.budget_state()  # it runs in the place of a request that waits for it
+            if self._is_over(req):
+                if self.running_batch.batch_is_full:
+                    return AddReqResult.CONTINUE  # ends when there is a place for its last token
+                _end_home(req, self.tree_cache, "aborted", "nobody waits for a home any longer")
         if not manager.ready(req):
-            return AddReqResult.CONTINUE  # stays queued, its homes are prefilled first
+            home = self._stand_in(req)
+            return AddReqResult.CONTINUE if home is None else self._admit(home, *args, **kwargs)
         manager.plan_or_compute(req)
+        return self._admit(req, *args, **kwargs)
+
+    def preempt_to_schedule(self, req: Req) -> bool:
+        """True: the host goes on with `req`, whether or not it took somebody's place for it."""
+        if self._is_over(req):
+            return True
+        if self.tree_cache.blocks.ready(req):
+            return bool(super().preempt_to_schedule(req))
+        home = self._stand_in(req)
+        return home is None or bool(super().preempt_to_schedule(home))
+
+    def _is_over(self, req: Req) -> bool:
+        """Whether this is a queued home that nobody waits for any longer."""
+        manager: BlockManager = self.tree_cache.blocks
+        return is_home(req) and req.to_finish is None and manager.compiler.is_unwanted(req.rid)
+
+    def _stand_in(self, req: Req) -> Req | None:
+        """The first home that a held request waits for, if it is queued and may run in this step."""
+        manager: BlockManager = self.tree_cache.blocks
+        home: Req | None = manager.compiler.first_ahead(req.blockreuse.wait)
+        if home is None or home.kv.holds_kv or home in self.can_run_list or not manager.ready(home):
+            return None
+        home.init_next_round_input(self.tree_cache)
+        return home
+
+    def _admit(self, req: Req, *args: Any, **kwargs: Any) -> AddReqResult:
+        manager: BlockManager = self.tree_cache.blocks
         verdict = super().add_one_req(req, *args, **kwargs)
         if self._admitted(req):
             return verdict
         held_homes = plan_of(req) is not None
         manager.release(req)
-        if held_homes and verdict is AddReqResult.NO_TOKEN and self._nothing_else_runs():
-            # its own homes take the room: waiting would never end
-            manager.give_up(req, "no_room")
-            verdict = super().add_one_req(req, *args, **kwargs)
+        if verdict is AddReqResult.NO_TOKEN and self._nothing_else_runs():
+            # waiting would never end
+            if is_home(req):
+                _end_home(req, self.tree_cache, "no_room", "a home finds no room in the KV pool")
+                verdict = super().add_one_req(req, *args, **kwargs)
+            elif held_homes:  # its own homes take the room
+                manager.give_up(req, "no_room")
+                verdict = super().add_one_req(req, *args, **kwargs)
         return verdict
 
     def _admitted(self, req: Req) -> bool:
@@ -125,8 +168,8 @@ def streamer_class(base: type[SchedulerOutputStreamer]) -> type[SchedulerOutputS
     return type("BlockReuseStreamer", (_BlockReuseStreamer, base), {})
 
 
-def is_home(req: Req) -> bool:
-    return req.rid.startswith(HOME_ID_PREFIX) and getattr(req, "blockreuse_home", False)
+def is_home(req: Any) -> bool:
+    return isinstance(req.rid, HomeId)
 
 
 def accept_request(scheduler: Any, req: Req) -> list[Req]:
@@ -137,7 +180,6 @@ def accept_request(scheduler: Any, req: Req) -> list[Req]:
     """
     cache: BlockReuseCache = scheduler.tree_cache
     manager = cache.blocks
-    jobs: list[HomeJob] = []
     try:
         check_extra_key(req.extra_key)
         manager.enter_namespace(req)
@@ -147,66 +189,114 @@ def accept_request(scheduler: Any, req: Req) -> list[Req]:
                 vocab_size=scheduler.model_config.vocab_size,
                 logprob_start_len=req.logprob_start_len,
             )
-        jobs = manager.accept(req)
+        jobs = manager.accept(
+            req, max_prompt_len=scheduler.max_req_input_len - 1, was_cut=_was_cut(scheduler, req)
+        )
         if req.blockreuse.options.mode == "compile":
             _answer_only(req)
-        if _queue_has_room(scheduler, len(jobs)):
-            return [_home_request(scheduler, req, job) for job in jobs]
-        manager.arrivals.compile_nothing(req, "queue_full")
+        homes = _queue_homes(scheduler, req, jobs)
+        _lend_priority(scheduler, req)
+        return homes
     except RequestError as error:
         req.set_finish_with_abort(f"blockreuse: {error}", HTTPStatus.BAD_REQUEST, "BadRequestError")
     except Exception:
         logger.exception("blockreuse: request %s is served without block reuse", req.rid)
         manager.metrics.add("errors_total")
         if getattr(req, "blockreuse", None) is not None:
-            req.blockreuse.usage.skipped_reason = "internal_error"
-    for job in jobs:
-        manager.compiler.ended(job.request_id)  # nobody will run it
+            manager.give_up(req, "internal_error")
+    manager.compiler.drop_unqueued()
     return []
 
 
-def _answer_only(req: Req) -> None:
-    """What is left of a compile request once its homes are queued: one token, behind what they compute anyway.
+def ask_again(scheduler: Any) -> list[Req]:
+    """Homes to queue in place of those that waiting requests have lost, before a step is made up."""
+    manager: BlockManager = scheduler.tree_cache.blocks
+    bereaved, manager.bereaved = manager.bereaved, {}
+    homes: list[Req] = []
+    for req in bereaved.values():
+        if req not in scheduler.waiting_queue:
+            continue  # aborted since
+        try:
+            homes += _queue_homes(scheduler, req, manager.arrivals.ask_again(req), num_more=len(homes))
+            _lend_priority(scheduler, req)
+        except Exception:
+            logger.exception("blockreuse: request %s is served without block reuse", req.rid)
+            manager.metrics.add("errors_total")
+            manager.compiler.drop_unqueued()
+            manager.give_up(req, "internal_error")
+    return homes
 
-    Raises RequestError for what such a request cannot answer.
-    """
-    if req.return_logprob:
-        raise RequestError("blockreuse_mode is compile, which answers no log-probabilities. Leave them out.")
+
+def _was_cut(scheduler: Any, req: Req) -> bool:
+    """Whether the host cut the prompt: with --allow-auto-truncate, to exactly the first length that it refuses."""
+    return bool(get_serving().allow_auto_truncate) and len(req.origin_input_ids) >= int(
+        scheduler.max_req_input_len
+    )
+
+
+def _answer_only(req: Req) -> None:
+    """What is left of a compile request once its homes are queued: one token, behind what they compute anyway."""
     # never empty: the model needs one token to answer behind
     prefix = req.blockreuse.compile_prefix or req.origin_input_ids[:1]
     req.origin_input_ids = req.origin_input_ids_unpadded = array("q", prefix)
     req.sampling_params.max_new_tokens, req.sampling_params.min_new_tokens = 1, 0
 
 
-def _queue_has_room(scheduler: Any, num_homes: int) -> bool:
+def _queue_homes(scheduler: Any, req: Req, jobs: list[HomeJob], *, num_more: int = 0) -> list[Req]:
+    """The requests that are to be queued for `jobs`; none where the queue has no room for all of them."""
+    manager: BlockManager = scheduler.tree_cache.blocks
     limit = scheduler.max_queued_requests
-    return limit is None or len(scheduler.waiting_queue) + num_homes + 1 <= limit
+    if jobs and limit is not None and len(scheduler.waiting_queue) + num_more + len(jobs) + 1 > limit:
+        manager.arrivals.compile_nothing(req, "queue_full")
+        return []
+    return [_home_request(scheduler, req, job) for job in jobs]
 
 
 def _home_request(scheduler: Any, req: Req, job: HomeJob) -> Req:
     """An ordinary prefill-only request for `compile prefix + block`, in the main request's namespace."""
+    manager: BlockManager = scheduler.tree_cache.blocks
     params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
     params.normalize(None)
     home = Req(
         job.request_id,
         "",
-        array("q", job.home.tokens),
+        job.home.tokens,
         params,
         eos_token_ids=scheduler.model_config.hf_eos_token_id,
         vocab_size=scheduler.model_config.vocab_size,
         priority=req.priority,
+        routing_key=req.routing_key,
         extra_key=req.extra_key,
         cache_salt=req.cache_salt,
     )
     home.tokenizer = scheduler.tokenizer
-    home.blockreuse_home = True
     options = dataclasses.replace(req.blockreuse.options, mode="off", spans=())
-    home.blockreuse = RequestState(options, Usage(mode="off"), waits_for=set(job.waits_for))
+    # it may be prefilled without what it waits for, so nothing is asked for again in its name
+    home.blockreuse = RequestState(
+        options, Usage(mode="off"), refused="mode_off", wait=Wait(asked_again=True, wants=False)
+    )
+    manager.compiler.wait(home.blockreuse.wait, job.waits_for)
+    manager.compiler.queued(job.request_id, home)
     scheduler.init_req_max_new_tokens(home)
-    metrics = scheduler.tree_cache.blocks.metrics
-    metrics.add("homes_total")
-    metrics.add("home_tokens_total", len(home.origin_input_ids))
+    manager.metrics.add("homes_total")
+    manager.metrics.add("home_tokens_total", len(home.origin_input_ids))
     return home
+
+
+def _lend_priority(scheduler: Any, req: Req) -> None:
+    """Homes take the best priority of all who wait for them, whoever brought them."""
+    if not scheduler.enable_priority_scheduling or req.priority is None:
+        return
+    best = min if scheduler.schedule_low_priority_values_first else max
+    for home in scheduler.tree_cache.blocks.compiler.requests_ahead(req.blockreuse.wait):
+        home.priority = req.priority if home.priority is None else best(home.priority, req.priority)
+
+
+def _end_home(home: Req, cache: BlockReuseCache, outcome: Outcome, why: str) -> None:
+    """Leave one token of a queued home, which is how the host ends what it cannot serve."""
+    home.blockreuse.outcome = outcome
+    home.set_finish_with_abort(f"blockreuse: {why}")
+    home.init_next_round_input(cache)
 
 
 def _usage(req: Req, manager: BlockManager) -> list[dict[str, Any]]:

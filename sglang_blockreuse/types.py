@@ -6,7 +6,6 @@ token positions of one request, intervals are half-open.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -38,14 +37,12 @@ class BlockOptions:
     spans: tuple[Interval, ...]  # marked blocks, ascending, disjoint, inside the prompt
     policy: str
     tau: int | None  # tokens on each side of a seam; None: derived from the budget
-    budget: float  # repaired share of the block tokens, 0..1; above 1: a number of tokens
+    budget: float  # what may be repaired: a share, 0..1, of the tokens up to the last block's end; above 1: tokens
     question: Interval | None = None  # tokens whose attention chooses; None: what follows the last block
-
-    def with_budget(self, budget: float) -> BlockOptions:
-        return dataclasses.replace(self, budget=budget)
+    num_cut: int = 0  # spans that lay wholly behind the end of a prompt that the host cut
 
     def budget_tokens(self, block_end: int) -> int:
-        """How many of `block_end` tokens, the N of |T|/N, may be repaired."""
+        """How many tokens may be repaired; block_end: the N of |T|/N, exact prefix and leading text included."""
         return int(self.budget * block_end) if self.budget <= 1 else min(int(self.budget), block_end)
 
 
@@ -167,14 +164,29 @@ class Usage:
     reused_tokens: int = 0
     repaired_tokens: int = 0
     fresh_tokens: int = 0
-    compiled_tokens: int = 0  # block tokens of the homes that this request brought
+    compiled_tokens: int = 0  # block tokens of the homes that this request brought, less those that were lost
     recompute_ratio: float = 0.0  # |T| / N, N = tokens up to the end of the last block
     skipped_reason: str | None = None
     # {"verdict": passed | raised | full, "measure": leftover | deviation, "value": float}; None where none judged
     guard: dict[str, Any] | None = None
+    prompt_truncated: bool = False  # the host cut the end of the prompt off, and with it of the marks
 
     def as_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(slots=True)
+class Wait:
+    """What one queued request stands behind; mutable, kept up to date by the compiler."""
+
+    num_open: int = 0  # requests that have not ended yet
+    homes: list[Any] = field(
+        default_factory=list
+    )  # ids of the homes among them, in the order they are queued in
+    lost: list[Any] = field(default_factory=list)  # (Home, how it ended): those whose KV is not in the tree
+    asked_again: bool = False  # lost homes are asked for once more, and only once
+    wants: bool = True  # the homes are for its sake; no longer where it was aborted
+    since: float | None = None  # seconds, monotonic; None where it waits for nothing
 
 
 @dataclass(slots=True)
@@ -183,22 +195,23 @@ class RequestState:
 
     options: BlockOptions
     usage: Usage
-    compile_prefix: tuple[int, ...] = ()
+    refused: str | None = None  # why it may not reuse, whatever the tree holds: a skipped_reason
+    compile_prefix: Any = ()  # array[int], one for all homes of the request
+    homes: list[Any] = field(default_factory=list)  # Home: where the KV of its blocks is to be found
+    wait: Wait = field(default_factory=Wait)
     plan: BlockPlan | None = None  # while the prompt is prefilled
     first_local: int | None = None  # from here on the row's KV is never published; outlives the plan
     not_compiled: str | None = None  # why unseen blocks of this request were left unseen
     found_blocks: tuple[
         str, ...
     ] = ()  # of each block behind the exact prefix, how much the last admission found
-    found_homes: Any = None  # list[Home] where the index chose them; None: the homes that compiling makes
     # slots of each plan segment's home tokens, int64 [len(segment)], position-aligned with the segment
     home_slots: list[Any] = field(default_factory=list)
     locks: list[Any] = field(default_factory=list)  # tree locks on the homes
-    waits_for: set[str] = field(default_factory=set)  # ids of home requests that come first
-    waits_since: float | None = None  # seconds, monotonic; None where it waits for nothing
+    outcome: Any = None  # of a home that was ended for a reason of ours: compile.Outcome
 
     def may_reuse(self) -> bool:
-        return self.options.mode == "reuse" and self.usage.skipped_reason is None
+        return self.options.mode == "reuse" and self.refused is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..config import BlocksConfig
 from ..metrics import Metrics
-from ..types import BlockOptions, RequestState, Usage
+from ..types import BlockOptions, RequestState, Usage, Wait
 from .compile import Compiler, HomeJob
 from .discover import Discovery
 from .match import Namespace, Tree
-from .request import parse_options
-from .split import Home, compile_prefix
+from .request import RequestError, parse_options
+from .shared_kv import SharedKv
+from .split import Home, bounded, compile_prefix
 from .split import homes as homes_of
+from .worth import worth_compiling
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,7 @@ class Arrivals:
         pool_size: int,
         off_reason: str | None,
         neutral_prefix: tuple[int, ...] | None,
+        shared_kv: SharedKv | None = None,
     ) -> None:
         self._config = config
         self._tree = tree
@@ -46,57 +50,75 @@ class Arrivals:
         self._bos = bos
         self._pool_size = pool_size
         self._off_reason = off_reason
-        self._neutral_prefix = neutral_prefix  # tokens of blocks.compile_prefix_text
+        # tokens of blocks.compile_prefix_text
+        self._neutral_prefix = None if neutral_prefix is None else array("q", neutral_prefix)
+        self._shared_kv = shared_kv
         searches = config.auto or config.compile == "harvest"
         self.discovery = Discovery(tree, min_block_tokens=config.min_block_tokens) if searches else None
 
-    def accept(self, req: Any) -> list[HomeJob]:
+    def accept(self, req: Any, *, max_prompt_len: int, was_cut: bool = False) -> list[HomeJob]:
         """Read the request's marks and decide which homes come first.
 
-        Hangs a RequestState on the request. Raises RequestError on malformed marks.
+        max_prompt_len: tokens that the host lets a client's prompt have; no home is longer.
+        was_cut: the host cut the end of the prompt off, so marks may reach beyond it.
+        Hangs a RequestState on the request. Raises RequestError on marks that are malformed or ask for what
+        cannot be.
         """
         options = parse_options(
-            req.sampling_params.custom_params, prompt_len=len(req.origin_input_ids), config=self._config
+            req.sampling_params.custom_params,
+            prompt_len=len(req.origin_input_ids),
+            config=self._config,
+            was_cut=was_cut,
         )
-        state = RequestState(options, Usage(mode=options.mode, policy=options.policy))
-        req.blockreuse = state
-        state.usage.skipped_reason = self._skip_reason(req, options)
+        if self._shared_kv is not None:
+            self._shared_kv.check_mode(options.mode)
         if options.mode == "compile":
-            return self._compile_only(req, state)
-        self._discover(req, state)
-        if not state.may_reuse() or state.found_homes is not None:
-            return []
-        if all(len(span) < self._config.min_block_tokens for span in options.spans):
-            state.not_compiled = "blocks_too_short"
-        state.compile_prefix = self._compile_prefix(req, options)
-        if self._config.compile in ("off", "manual"):
-            state.not_compiled = f"compile_{self._config.compile}"
-            return []
-        jobs = self._jobs(req, state, self.homes(req, state), num_own=len(req.origin_input_ids))
-        if self._config.compile == "background":
-            if state.waits_for:
-                state.not_compiled, state.waits_for = "compile_background", set()
-            return self._compiler.stay_behind(jobs, req.rid)
+            _check_compile(req)
+        state = RequestState(
+            options, Usage(mode=options.mode, policy=options.policy, prompt_truncated=was_cut)
+        )
+        req.blockreuse = state
+        state.refused = self._refusal(req, options)
+        if options.mode == "compile":
+            jobs = self._compile_only(req, state, max_prompt_len)
+        else:
+            jobs = self._compile_for(req, state, max_prompt_len)
+        state.usage.skipped_reason = state.refused
         return jobs
 
-    def homes(self, req: Any, state: RequestState) -> list[Home]:
-        """Where the KV of the request's blocks is to be found: what the index chose, or what compiling makes."""
-        if state.found_homes is not None:
-            found: list[Home] = state.found_homes
-            return found
-        return homes_of(
+    def homes(self, req: Any, state: RequestState, max_prompt_len: int) -> list[Home]:
+        """Where the KV of the request's blocks is to be found once it is compiled."""
+        wanted = homes_of(
             req.origin_input_ids,
             state.options.spans,
             prefix=state.compile_prefix,
             min_block_tokens=self._config.min_block_tokens,
+            all_blocks=state.options.mode == "compile",
         )
+        fitting = [home for home in wanted if len(home) <= max_prompt_len]
+        kept = bounded(fitting, prompt_len=len(req.origin_input_ids))
+        if len(kept) < len(wanted) and (state.options.mode == "compile" or not kept):
+            state.not_compiled = "home_too_long" if len(fitting) < len(wanted) else "too_many_blocks"
+        return kept
+
+    def ask_again(self, req: Any) -> list[HomeJob]:
+        """The homes that were lost while the request waited for them, once more."""
+        state: RequestState = req.blockreuse
+        lost, state.wait.lost, state.wait.asked_again = state.wait.lost, [], True
+        return self._jobs_for(req, state, [home for home, _ in lost])
 
     def compile_nothing(self, req: Any, reason: str) -> None:
-        """The homes that `accept` decided on cannot be queued."""
+        """The homes that were decided on cannot be queued."""
+        self._compiler.drop_unqueued()
         state: RequestState = req.blockreuse
-        state.not_compiled, state.usage.compiled_tokens = reason, 0
-        if state.options.mode == "compile":
-            state.usage.skipped_reason = reason
+        state.wait.lost.clear()
+        self.not_compiled(state, reason)
+
+    def not_compiled(self, state: RequestState, reason: str) -> None:
+        """Some of the homes that the request asked for are not there, and will not be."""
+        state.not_compiled = reason
+        if state.refused == "mode_compile":
+            state.refused = state.usage.skipped_reason = reason
 
     def computed(self, req: Any, *, up_to: int, exact_end: int) -> None:
         """KV of the first `up_to` tokens exists; the tree holds the first `exact_end` under the plain namespace."""
@@ -117,73 +139,111 @@ class Arrivals:
         index = None if self.discovery is None else self.discovery.index
         return {"prompts": len(index) if index else 0, "tokens": index.num_tokens if index else 0}
 
+    def _compile_for(self, req: Any, state: RequestState, max_prompt_len: int) -> list[HomeJob]:
+        """The homes of a request that is going to run: found, or compiled as `blocks.compile` says."""
+        if self._discover(req, state):
+            return []
+        if not state.may_reuse():
+            return []
+        state.compile_prefix = self._compile_prefix(req, state.options)
+        state.homes = self.homes(req, state, max_prompt_len)
+        if self._config.compile in ("off", "manual"):
+            state.not_compiled = state.not_compiled or f"compile_{self._config.compile}"
+            return []
+        tokens = req.origin_input_ids
+        num_exact = self._tree.lookup(tokens, namespace_of(req))[0]
+        wanted, reason = worth_compiling(
+            state.homes, state.options, start=num_exact, limit=logprob_limit(req), end=len(tokens)
+        )
+        if not wanted:
+            state.not_compiled = reason or state.not_compiled
+            return []
+        jobs = self._jobs(req, state, wanted, num_own=len(tokens))
+        if self._config.compile == "background":
+            if state.wait.num_open:
+                state.not_compiled, state.wait = "compile_background", Wait()
+            return self._compiler.stay_behind(jobs, req.rid)
+        return jobs
+
+    def _compile_only(self, req: Any, state: RequestState, max_prompt_len: int) -> list[HomeJob]:
+        """Homes of all blocks of a request in mode `compile`, whatever `blocks.compile` says."""
+        if state.refused != "mode_compile":
+            return []
+        state.compile_prefix = self._compile_prefix(req, state.options)
+        wanted = self.homes(req, state, max_prompt_len)
+        jobs = self._jobs(req, state, wanted, num_own=1) if wanted else []
+        if not wanted:
+            self.not_compiled(state, state.not_compiled or "blocks_too_short")
+        elif state.not_compiled is not None:
+            self.not_compiled(state, state.not_compiled)
+        return jobs
+
     def _jobs(self, req: Any, state: RequestState, wanted: Sequence[Home], *, num_own: int) -> list[HomeJob]:
         """What is still to be prefilled of `wanted`, unless it would push out what it is meant for.
 
         num_own: tokens that the request itself is going to occupy.
         """
-        num_tokens = num_own + sum(len(h.span) for h in wanted)
+        prefix = state.compile_prefix
+        # the prefix lies in the tree once for all homes, and for the prompt too where that begins with it
+        is_shared = num_own > len(prefix) and req.origin_input_ids[: len(prefix)] == prefix
+        num_tokens = num_own + (0 if is_shared else len(prefix)) + sum(len(h.span) for h in wanted)
         if num_tokens > MAX_COMPILE_SHARE * self._pool_size:
             state.not_compiled = "pool_too_small"
             return []
-        jobs, state.waits_for = self._compiler.jobs_for(self._tree, wanted, namespace_of(req))
-        state.usage.compiled_tokens = sum(len(job.home.span) for job in jobs)
+        return self._jobs_for(req, state, wanted)
+
+    def _jobs_for(self, req: Any, state: RequestState, wanted: Sequence[Home]) -> list[HomeJob]:
+        jobs, ids = self._compiler.jobs_for(self._tree, wanted, namespace_of(req), state.usage)
+        # background homes are for later requests and stay where this one goes
+        stays = self._config.compile == "background" and state.options.mode == "reuse"
+        self._compiler.wait(state.wait, ids, waiting=None if stays or not ids else req.rid)
         return jobs
 
-    def _compile_only(self, req: Any, state: RequestState) -> list[HomeJob]:
-        """Homes of all blocks of a request in mode `compile`, whatever `blocks.compile` says."""
-        options, reason = state.options, self._off_reason or _unsupported(req)
-        if reason is not None:
-            state.usage.skipped_reason = reason
-            return []
-        state.compile_prefix = self._compile_prefix(req, options)
-        wanted = homes_of(
-            req.origin_input_ids,
-            options.spans,
-            prefix=state.compile_prefix,
-            min_block_tokens=self._config.min_block_tokens,
-            all_blocks=True,
-        )
-        jobs = self._jobs(req, state, wanted, num_own=len(state.compile_prefix) + 1)
-        state.usage.skipped_reason = (
-            (None if wanted else "blocks_too_short") or state.not_compiled or "mode_compile"
-        )
-        return jobs
-
-    def _discover(self, req: Any, state: RequestState) -> None:
-        """Let the index choose the homes, where the configuration has it do so."""
+    def _discover(self, req: Any, state: RequestState) -> bool:
+        """Let the index choose the homes, where the configuration has it do so; whether it found any."""
         if self.discovery is None:
-            return
+            return False
         tokens, namespace = req.origin_input_ids, namespace_of(req)
         if state.may_reuse() and self._config.compile == "harvest":
             found, reason = self.discovery.marked(tokens, state.options.spans, namespace)
-        elif state.usage.skipped_reason == "no_blocks" and self._config.auto:
+        elif state.refused == "no_blocks" and self._config.auto:
             reason = _unsupported(req)
             found, reason = ([], reason) if reason else self.discovery.unmarked(tokens, namespace)
             state.options = replace(state.options, spans=tuple(home.span for home in found))
         else:
-            return
-        state.usage.skipped_reason = reason
-        state.found_homes = found or None
+            return False
+        state.refused = reason
+        state.homes = found
+        return bool(found)
 
-    def _compile_prefix(self, req: Any, options: BlockOptions) -> tuple[int, ...]:
+    def _compile_prefix(self, req: Any, options: BlockOptions) -> array[int]:
         if self._neutral_prefix is not None:
             return self._neutral_prefix
         return compile_prefix(
             req.origin_input_ids, options.spans[0].start, config=self._config, bos=self._bos
         )
 
-    def _skip_reason(self, req: Any, options: BlockOptions) -> str | None:
+    def _refusal(self, req: Any, options: BlockOptions) -> str | None:
         """Why a request may not reuse, whatever the tree holds."""
-        if options.mode != "reuse":
+        if options.mode in ("off", "exact"):
             return f"mode_{options.mode}"
         if self._off_reason is not None:
             return self._off_reason
         if not options.spans:
-            return "no_blocks"
-        if options.spans[-1].end > len(req.origin_input_ids):
-            return "prompt_replaced"
-        return _unsupported(req)
+            return "prompt_truncated" if options.num_cut else "no_blocks"
+        return "mode_compile" if options.mode == "compile" else _unsupported(req)
+
+
+def _check_compile(req: Any) -> None:
+    """Refuse what a compile request cannot be: its prompt is not run, so nothing may depend on it."""
+    unsupported = _unsupported(req)
+    if unsupported is not None:
+        raise RequestError(
+            f"blockreuse_mode is compile, which does not combine with {unsupported}. Send the documents in a request "
+            "without it."
+        )
+    if req.return_logprob:
+        raise RequestError("blockreuse_mode is compile, which answers no log-probabilities. Leave them out.")
 
 
 def namespace_of(req: Any) -> Namespace:
@@ -203,3 +263,10 @@ def _unsupported(req: Any) -> str | None:
         "beam_search": req.beam_group is not None,
     }
     return next((reason for reason, applies in unsupported.items() if applies), None)
+
+
+def logprob_limit(req: Any) -> int:
+    """Positions from here on must be computed, because the client wants their log-probabilities."""
+    if req.return_logprob and req.logprob_start_len >= 0:
+        return int(req.logprob_start_len)
+    return len(req.origin_input_ids)

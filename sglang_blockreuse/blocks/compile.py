@@ -20,81 +20,202 @@ the homes would push out what they are compiled for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import hashlib
+import secrets
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
+from ..types import Usage, Wait
 from .match import Namespace, Tree
 from .split import Home
 
 HOME_ID_PREFIX = "blockreuse-home-"
+
+# How a home ended. Its KV is in the tree only where it was computed.
+Outcome = Literal["computed", "aborted", "no_room"]
+
+
+class HomeId(str):
+    """Id of a home request, which is matched whole or not at all.
+
+    The host aborts every request whose id *starts with* what a client sends; a home belongs to all who wait for it.
+    """
+
+    __slots__ = ()
+
+    def startswith(self, prefix: Any, *args: Any) -> bool:
+        return bool(self == prefix)
+
+
+class HomeKey(NamedTuple):
+    """What makes two homes one. Digests, because the compile prefix may be most of a long prompt."""
+
+    namespace: Namespace
+    prefix: bytes
+    body: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class HomeJob:
     """One home to be prefilled as an ordinary request."""
 
-    request_id: str
+    request_id: HomeId
     home: Home
-    waits_for: frozenset[str]  # ids of jobs that publish the shared compile prefix first
+    # ids of what comes first: the job that publishes the shared compile prefix, the prompt that it stays behind
+    waits_for: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A home between the decision to compile it and its end."""
+
+    key: HomeKey
+    job: HomeJob
+    usage: Usage | None  # of the request that brought it
+    waits: list[Wait] = field(default_factory=list)  # of all who wait for it
+    request: Any = None  # the host's, once it is queued
 
 
 class Compiler:
-    """Homes in flight. Every unseen block is prefilled once, however many requests wait for it."""
+    """Homes in flight. Every unseen block is prefilled once, however many requests wait for it.
 
-    def __init__(self) -> None:
-        self._in_flight: dict[tuple[Namespace, bytes], str] = {}  # home -> request id
-        self._homes: dict[str, tuple[Namespace, bytes]] = {}  # the inverse
+    token: what makes the ids of homes unguessable; the same on every tensor-parallel rank.
+    """
+
+    def __init__(self, token: str | None = None) -> None:
+        self._token = token or secrets.token_hex(16)
         self._num_jobs = 0
-        self._ahead: set[str] = set()  # ids of requests that background homes stay behind of
+        self._flights: dict[str, _Flight] = {}  # by request id
+        self._in_flight: dict[HomeKey, HomeId] = {}
+        self._ahead: dict[str, list[Wait]] = {}  # requests that background homes stay behind of
+        self._waiting: dict[
+            str, Wait
+        ] = {}  # of requests whose homes are for nobody's sake once they are aborted
 
     def jobs_for(
-        self, tree: Tree, homes: Sequence[Home], namespace: Namespace
-    ) -> tuple[list[HomeJob], set[str]]:
-        """Jobs that `homes` still need, and the ids of all jobs, new or running, to wait for."""
-        unseen: list[tuple[Home, int]] = []
-        waits_for: set[str] = set()
-        for home in homes:
-            running = self._in_flight.get((namespace, home.tokens.tobytes()))
-            if running is not None:
-                waits_for.add(running)
-                continue
-            length, _ = tree.lookup(home.tokens, namespace)
-            if length < len(home.tokens):
-                unseen.append((home, length))
+        self, tree: Tree, homes: Sequence[Home], namespace: Namespace, usage: Usage | None = None
+    ) -> tuple[list[HomeJob], list[HomeId]]:
+        """Jobs that `homes` still need, and the ids of all jobs, new or running, to wait for.
+
+        usage: of the request that brings the homes; it counts the tokens that are compiled for it.
+        """
         jobs: list[HomeJob] = []
-        leader: str | None = (
+        ids: dict[HomeId, None] = {}  # in order, the same text twice in one prompt once
+        leader: HomeId | None = (
             None  # computes the compile prefix, the others then hit it instead of repeating it
         )
-        for home, length in unseen:
-            key = (namespace, home.tokens.tobytes())
-            if key in self._in_flight:
-                continue  # the same text twice in one prompt
-            request_id = f"{HOME_ID_PREFIX}{self._num_jobs}"
-            self._num_jobs += 1
-            needs_prefix = length < home.prefix_len
-            jobs.append(HomeJob(request_id, home, frozenset((leader,) if leader and needs_prefix else ())))
-            leader = leader or (request_id if needs_prefix else None)
-            self._in_flight[key] = request_id
-            self._homes[request_id] = key
-        return jobs, waits_for | {job.request_id for job in jobs}
+        prefix: array[int] | None = None
+        prefix_digest, num_cached = b"", 0
+        for home in homes:
+            if home.prefix is not prefix:
+                prefix = home.prefix
+                prefix_digest = _digest(prefix)
+                num_cached = tree.lookup(prefix, namespace)[0] if prefix else 0
+            key = HomeKey(namespace, prefix_digest, _digest(home.body))
+            running = self._in_flight.get(key)
+            if running is not None:
+                ids[running] = None
+                continue
+            needs_prefix = num_cached < home.prefix_len
+            if not needs_prefix and tree.lookup(home.tokens, namespace)[0] >= len(home):
+                continue
+            waits_for = (leader,) if leader is not None and needs_prefix else ()
+            job = HomeJob(self._new_id(), home, waits_for)
+            leader = leader or (job.request_id if needs_prefix else None)
+            jobs.append(job)
+            ids[job.request_id] = None
+            self._in_flight[key] = job.request_id
+            self._flights[job.request_id] = _Flight(key, job, usage)
+            if usage is not None:
+                usage.compiled_tokens += len(home.span)
+        return jobs, list(ids)
 
     def stay_behind(self, jobs: Sequence[HomeJob], request_id: str) -> list[HomeJob]:
         """The same jobs, to be run when the prompt of `request_id` is computed."""
         if jobs:
-            self._ahead.add(request_id)
-        return [replace(job, waits_for=job.waits_for | {request_id}) for job in jobs]
+            self._ahead.setdefault(request_id, [])
+        return [replace(job, waits_for=(*job.waits_for, request_id)) for job in jobs]
 
-    def in_flight(self, request_ids: set[str]) -> set[str]:
-        """Those of `request_ids` that have not ended yet."""
-        return request_ids & (self._homes.keys() | self._ahead)
+    def wait(self, wait: Wait, request_ids: Sequence[str], *, waiting: str | None = None) -> None:
+        """Count those of `request_ids` that have not ended; `wait` is told of their ends.
+
+        waiting: id of the request that waits, where the homes go with it.
+        """
+        if waiting is not None:
+            self._waiting[waiting] = wait
+        for request_id in request_ids:
+            flight = self._flights.get(request_id)
+            waits = self._ahead.get(request_id) if flight is None else flight.waits
+            if waits is None:
+                continue
+            waits.append(wait)
+            wait.num_open += 1
+            if flight is not None:
+                wait.homes.append(flight.job.request_id)
+
+    def queued(self, request_id: str, request: Any) -> None:
+        """The home has a request of the host's."""
+        self._flights[request_id].request = request
+
+    def request_of(self, request_id: str) -> Any:
+        """The host's request of a home in flight; None where the home has ended or was never queued."""
+        flight = self._flights.get(request_id)
+        return None if flight is None else flight.request
+
+    def first_ahead(self, wait: Wait) -> Any:
+        """The host's request of the first home that somebody waits for and that has not ended."""
+        while wait.homes and wait.homes[0] not in self._flights:
+            wait.homes.pop(0)
+        return self.request_of(wait.homes[0]) if wait.homes else None
+
+    def is_unwanted(self, request_id: str) -> bool:
+        """Whether everybody who waited for a home is gone."""
+        flight = self._flights.get(request_id)
+        return flight is not None and not any(wait.wants for wait in flight.waits)
+
+    def requests_ahead(self, wait: Wait) -> Iterator[Any]:
+        """The host's requests of the homes that somebody waits for, and of those that they wait for in turn."""
+        for request_id in wait.homes:
+            flight = self._flights.get(request_id)
+            for ahead in () if flight is None else (*flight.job.waits_for, request_id):
+                request = self.request_of(ahead)
+                if request is not None:
+                    yield request
 
     def prompt_computed(self, request_id: str) -> None:
         """Homes that stay behind this request may run."""
-        self._ahead.discard(request_id)
+        for wait in self._ahead.pop(request_id, ()):
+            wait.num_open -= 1
 
-    def ended(self, request_id: str) -> None:
-        """A request finished or was aborted: nobody waits for it any longer."""
-        self._ahead.discard(request_id)
-        key = self._homes.pop(request_id, None)
-        if key is not None:
-            del self._in_flight[key]
+    def ended(self, request_id: str, outcome: Outcome = "computed") -> None:
+        """A request is gone: nobody waits for it any longer. Safe to call for any request, any number of times."""
+        self.prompt_computed(request_id)
+        gone = self._waiting.pop(request_id, None)
+        if gone is not None:
+            gone.wants = False
+        flight = self._flights.pop(request_id, None)
+        if flight is None:
+            return
+        del self._in_flight[flight.key]
+        home = flight.job.home
+        for wait in flight.waits:
+            wait.num_open -= 1
+            if outcome != "computed":
+                wait.lost.append((home, outcome))
+        if outcome != "computed" and flight.usage is not None:
+            flight.usage.compiled_tokens -= len(home.span)
+
+    def drop_unqueued(self) -> None:
+        """End the homes that were decided on and never got a request: nobody will run them."""
+        for request_id in [i for i, flight in self._flights.items() if flight.request is None]:
+            self.ended(request_id, "aborted")
+
+    def _new_id(self) -> HomeId:
+        self._num_jobs += 1
+        return HomeId(f"{HOME_ID_PREFIX}{self._token}-{self._num_jobs}")
+
+
+def _digest(tokens: array[int]) -> bytes:
+    return hashlib.sha256(tokens.tobytes()).digest()

@@ -71,7 +71,7 @@ class Discovery:
                 self.index.forget(hit.donor)
                 continue
             span = Interval(hit.span.start, hit.span.start + held)
-            homes.append(Home(len(homes), span, tokens[:length], hit.offset))
+            homes.append(Home(len(homes), span, tokens[: hit.offset], tokens[hit.offset : length]))
         return homes
 
     def _worth_it(

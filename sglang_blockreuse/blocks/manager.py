@@ -10,9 +10,9 @@ from typing import Any
 
 from ..config import Config
 from ..metrics import Metrics
-from ..types import PATH, BlockOptions, BlockPlan, Interval, LocalSegment, RequestState
-from .arrive import Arrivals, namespace_of
-from .compile import Compiler, HomeJob
+from ..types import PATH, BlockOptions, BlockPlan, Interval, LocalSegment, RequestState, Wait
+from .arrive import Arrivals, logprob_limit, namespace_of
+from .compile import Compiler, HomeJob, Outcome
 from .match import Hit, Namespace, Tree, find
 from .paths import fingerprint, path_namespace
 from .plan import build_plan
@@ -20,26 +20,9 @@ from .policy import POLICIES
 from .probe import MAX_QUESTION_TOKENS
 from .shared_kv import SharedKv
 from .split import Home
+from .worth import layout_policy, refusal, why_nothing
 
 logger = logging.getLogger(__name__)
-
-# What a further row costs in attention and bookkeeping, and what taking over any KV costs, in computed tokens.
-ROW_COST_TOKENS = 1
-MIN_REUSED_TOKENS = 16
-# Reasons that hold for one admission only; a retracted request is looked up again.
-ADMISSION_VERDICTS = (
-    "not_cached",
-    "exact_prefix",
-    "all_repaired",
-    "input_logprobs",
-    "blocks_too_short",
-    "pool_too_small",
-    "compile_off",
-    "compile_background",
-    "compile_manual",
-    "queue_full",
-    "cost_gate",
-)
 
 
 class BlockManager:
@@ -48,6 +31,7 @@ class BlockManager:
     off_reason: why block reuse is switched off for this server, or None.
     layer_plan: fingerprint of the plan that decode runs under, or None where decode is dense.
     shared_kv: how a layer plan shares main KV between layers, so that no KV of this server is a stock server's.
+    home_token: makes the ids of homes unguessable; the same on every tensor-parallel rank.
     """
 
     def __init__(
@@ -62,10 +46,11 @@ class BlockManager:
         shared_kv: SharedKv | None = None,
         off_reason: str | None = None,
         neutral_prefix: tuple[int, ...] | None = None,
+        home_token: str | None = None,
     ) -> None:
         self.config = config.blocks
         self.metrics = metrics
-        self.compiler = Compiler()
+        self.compiler = Compiler(home_token)
         self._tree = tree
         self.arrivals = Arrivals(
             config=self.config,
@@ -76,18 +61,18 @@ class BlockManager:
             pool_size=pool_size,
             off_reason=off_reason,
             neutral_prefix=neutral_prefix,
+            shared_kv=shared_kv,
         )
+        # requests that lost homes while they waited: these are asked for once more, see `scheduler.ask_again`
+        self.bereaved: dict[str, Any] = {}  # by request id
         self._layer_plan = layer_plan
         self._shared_kv = shared_kv
 
     # -- arrival ---------------------------------------------------------------------------
 
-    def accept(self, req: Any) -> list[HomeJob]:
+    def accept(self, req: Any, *, max_prompt_len: int, was_cut: bool = False) -> list[HomeJob]:
         """Read the request's marks and decide which homes come first, see arrive.py. Raises RequestError."""
-        jobs = self.arrivals.accept(req)
-        if self._shared_kv is not None:
-            self._shared_kv.check_mode(req.blockreuse.options.mode)
-        return jobs
+        return self.arrivals.accept(req, max_prompt_len=max_prompt_len, was_cut=was_cut)
 
     def enter_namespace(self, req: Any) -> None:
         """Where layers share KV, whatever a request computes is found by requests of the same plan only."""
@@ -95,17 +80,24 @@ class BlockManager:
             req.extra_key = self._shared_kv.extra_key(req.extra_key)
 
     def ready(self, req: Any) -> bool:
-        """Whether everything the request waits for has ended."""
+        """Whether everything the request waits for has ended. Constant time: every waiting request is asked in
+        every step."""
         state: RequestState | None = getattr(req, "blockreuse", None)
-        if state is None or not state.waits_for:
+        if state is None or not (state.wait.homes or state.wait.num_open):
             return True
-        state.waits_for = self.compiler.in_flight(state.waits_for)
-        if state.waits_for:
-            state.waits_since = state.waits_since or time.monotonic()
+        wait = state.wait
+        if wait.num_open:
+            wait.since = wait.since or time.monotonic()
             return False
-        if state.waits_since is not None:
-            self.metrics.add("home_wait_seconds_total", time.monotonic() - state.waits_since)
-            state.waits_since = None
+        if any(outcome == "aborted" for _, outcome in wait.lost) and not wait.asked_again:
+            self.bereaved[req.rid] = req
+            return False
+        if wait.lost:
+            only_room = all(outcome == "no_room" for _, outcome in wait.lost)
+            self.arrivals.not_compiled(state, "no_room" if only_room else "home_lost")
+        if wait.since is not None:
+            self.metrics.add("home_wait_seconds_total", time.monotonic() - wait.since)
+        state.wait = Wait()
         return True
 
     # -- admission -------------------------------------------------------------------------
@@ -127,24 +119,24 @@ class BlockManager:
             return
         self.release(req)
         state.first_local = None
-        if state.options.mode == "reuse" and state.usage.skipped_reason in ADMISSION_VERDICTS:
-            state.usage.skipped_reason = None
         start, end = req.prefix_len, len(req.full_untruncated_fill_ids)
         if state.may_reuse() or self._may_take_path(state):
-            limit = min(end, _logprob_limit(req))
+            limit = min(end, logprob_limit(req))
             hits = self._find_path(req, state, start, limit)
             covered = hits[-1].segment.interval.end if hits else start
-            homes = self._homes(req, state) if state.may_reuse() else []
+            homes: list[Home] = state.homes if state.may_reuse() else []
             wanted = [home for home in homes if home.span.end > covered]
-            found = find(self._tree, wanted, start=covered, end=limit, namespace=_namespace(req))
+            found = find(self._tree, wanted, start=covered, end=limit, namespace=namespace_of(req))
             state.found_blocks = tuple(_how_much(home, found) for home in wanted)
             hits += found
-            self._adopt(state, hits, start=start, end=end)
+            not_adopted = self._adopt(state, hits, start=start, end=end)
+            if state.may_reuse():
+                state.usage.skipped_reason = None if state.plan else self._verdict(req, state, not_adopted)
         self._account(req, state)
 
     def _may_take_path(self, state: RequestState) -> bool:
         """Under a sparse layer plan an unmarked request has a path too: the answers of earlier turns."""
-        unmarked = state.options.mode == "reuse" and state.usage.skipped_reason == "no_blocks"
+        unmarked = state.options.mode == "reuse" and state.refused == "no_blocks"
         return unmarked and self._layer_plan is not None
 
     def _find_path(self, req: Any, state: RequestState, start: int, end: int) -> list[Hit]:
@@ -154,7 +146,7 @@ class BlockManager:
         question takes a path over only where it holds an earlier question too.
         """
         tokens = req.full_untruncated_fill_ids
-        namespace = path_namespace(tokens[:start], _namespace(req), self._fingerprint(state.options))
+        namespace = path_namespace(tokens[:start], namespace_of(req), self._fingerprint(state.options))
         length, node = self._tree.lookup(tokens[start:end], namespace)
         asks = POLICIES[state.options.policy].needs == "question" and state.options.spans
         block_end = state.options.spans[-1].end if state.options.spans else start
@@ -164,22 +156,23 @@ class BlockManager:
         lock = self._tree.lock(node)
         return [Hit(LocalSegment(held, 0, PATH, start), self._tree.path_device_indices(node)[:length], lock)]
 
-    def _adopt(self, state: RequestState, hits: Sequence[Hit], *, start: int, end: int) -> None:
+    def _adopt(self, state: RequestState, hits: Sequence[Hit], *, start: int, end: int) -> str | None:
+        """Plan with what was found; returns why the plan is not adopted, None where it is or nothing was found."""
         policy = state.options.policy
-        if POLICIES[policy].needs != "layout" and any(not h.segment.is_path for h in hits):
-            policy = POLICIES[policy].fallback or policy  # until a probe has measured what it needs
+        if any(not h.segment.is_path for h in hits):
+            policy = layout_policy(state.options)  # until a probe has measured what another needs
         plan = build_plan(
             [h.segment for h in hits], start=start, end=end, options=state.options, policy=policy
         )
         state.locks = [h.lock for h in hits]
         state.usage.guard = None
-        if plan.copies and pays(plan):
+        reason = refusal(plan)
+        if reason is None:
             state.plan, state.home_slots, state.first_local = plan, [h.slots for h in hits], plan.first_local
             state.usage.policy = policy
-            return
+            return None
         self._unlock(state)
-        if hits and state.may_reuse():
-            state.usage.skipped_reason = "cost_gate" if plan.copies else "all_repaired"
+        return reason if hits else None
 
     def replan(self, req: Any, plan: BlockPlan, *, policy: str | None = None) -> None:
         """Another choice of what to repair, before anything of the plan was computed."""
@@ -194,7 +187,7 @@ class BlockManager:
         """The rest of the prompt is computed; first_local stays, because an earlier chunk may have copied."""
         if plan_of(req) is not None:
             self.release(req)
-            req.blockreuse.usage.skipped_reason = "internal_error"
+            req.blockreuse.refused = req.blockreuse.usage.skipped_reason = "internal_error"
             self._account(req, req.blockreuse)
 
     def _account(self, req: Any, state: RequestState) -> None:
@@ -205,24 +198,25 @@ class BlockManager:
         usage.repaired_tokens = min(plan.num_repaired, prompt_len - usage.prefix_tokens) if plan else 0
         usage.fresh_tokens = prompt_len - usage.prefix_tokens - usage.reused_tokens - usage.repaired_tokens
         usage.recompute_ratio = round(plan.num_repaired / plan.block_end, 6) if plan else 0.0
-        if state.may_reuse() and plan is None:
-            usage.skipped_reason = self._verdict(req, state)
 
-    def _verdict(self, req: Any, state: RequestState) -> str:
+    def _verdict(self, req: Any, state: RequestState, not_adopted: str | None) -> str:
         """Why an admission that was allowed to reuse did not."""
-        # the last token of a prompt is never a prefix hit
-        last = min(state.options.spans[-1].end, len(req.origin_input_ids) - 1)
-        if last <= req.prefix_len:
-            return "exact_prefix"
-        if _logprob_limit(req) <= state.options.spans[-1].start:
-            return "input_logprobs"
-        return state.not_compiled or "not_cached"
+        return why_nothing(
+            state.options.spans,
+            state.homes,
+            prefix_len=req.prefix_len,
+            prompt_len=len(req.origin_input_ids),
+            limit=logprob_limit(req),
+            refused=not_adopted,
+            not_compiled=state.not_compiled,
+            min_block_tokens=self.config.min_block_tokens,
+        )
 
     def give_up(self, req: Any, reason: str) -> None:
         """Serve the request without reuse."""
         self.release(req)
         req.blockreuse.first_local = None
-        req.blockreuse.usage.skipped_reason = reason
+        req.blockreuse.refused = req.blockreuse.usage.skipped_reason = reason
         self._account(req, req.blockreuse)
 
     def release(self, req: Any) -> None:
@@ -235,13 +229,18 @@ class BlockManager:
 
     # -- the end -----------------------------------------------------------------------------
 
+    def ended(self, req: Any, outcome: Outcome) -> None:
+        """A request that ran is gone; how, where nobody of ours ended it."""
+        state: RequestState | None = getattr(req, "blockreuse", None)
+        self.compiler.ended(req.rid, (state and state.outcome) or outcome)
+
     def path_of(self, req: Any) -> tuple[int, Namespace] | None:
         """Where the request's local path begins and the namespace to publish it in; None where it has none."""
         start = self.local_from(req)
         if start is None or req.blockreuse.usage.skipped_reason == "internal_error":
             return None
         before = req.full_untruncated_fill_ids[:start]
-        return start, path_namespace(before, _namespace(req), self._fingerprint(req.blockreuse.options))
+        return start, path_namespace(before, namespace_of(req), self._fingerprint(req.blockreuse.options))
 
     def local_from(self, req: Any) -> int | None:
         """First position of the row whose KV a full prefill and dense decode would not give; None: there is none.
@@ -259,7 +258,7 @@ class BlockManager:
         state: RequestState | None = getattr(req, "blockreuse", None)
         if state is None or not state.may_reuse():
             return []
-        return [(home.tokens, _namespace(req)) for home in self._homes(req, state)]
+        return [(home.tokens, namespace_of(req)) for home in state.homes]
 
     def _fingerprint(self, options: BlockOptions) -> str:
         return fingerprint(options, self.config, layer_plan=self._layer_plan)
@@ -268,14 +267,6 @@ class BlockManager:
         locks, state.locks = state.locks, []
         for lock in locks:
             self._tree.unlock(lock)
-
-    def _homes(self, req: Any, state: RequestState) -> list[Home]:
-        return self.arrivals.homes(req, state)
-
-
-def pays(plan: BlockPlan) -> bool:
-    """Whether reuse saves more than its rows and copies cost, by counts of tokens."""
-    return plan.num_reused >= MIN_REUSED_TOKENS + ROW_COST_TOKENS * (len(plan.runs) - 1)
 
 
 def _how_much(home: Home, found: Sequence[Hit]) -> str:
@@ -287,14 +278,3 @@ def _how_much(home: Home, found: Sequence[Hit]) -> str:
 def plan_of(req: Any) -> BlockPlan | None:
     state: RequestState | None = getattr(req, "blockreuse", None)
     return None if state is None else state.plan
-
-
-def _namespace(req: Any) -> Namespace:
-    return namespace_of(req)
-
-
-def _logprob_limit(req: Any) -> int:
-    """Positions from here on must be computed, because the client wants their log-probabilities."""
-    if req.return_logprob and req.logprob_start_len >= 0:
-        return int(req.logprob_start_len)
-    return len(req.origin_input_ids)

@@ -52,10 +52,15 @@ def find(tree: Tree, homes: Sequence[Home], *, start: int, end: int, namespace: 
     ids themselves, and the namespace is part of its key.
     """
     hits = []
+    missing: array[int] | None = (
+        None  # a compile prefix that the tree does not hold, and so none of its homes
+    )
     for home in homes:
-        if home.span.end <= start:
+        if home.span.end <= start or home.prefix is missing:
             continue
         length, node = tree.lookup(home.tokens, namespace)
+        if length < home.prefix_len:
+            missing = home.prefix
         held = Interval(home.span.start, home.span.start + length - home.prefix_len).clip(start, end)
         if not len(held):
             continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import reprlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +12,9 @@ from ..types import MODES, BlockOptions, Interval
 from .paths import PREFIX as PATH_PREFIX
 
 PREFIX = "blockreuse_"
+MAX_NUMBER = 2**31 - 1  # of tokens; what is beyond says the same as this
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
 KEYS = (
     "blockreuse_mode",
     "blockreuse_spans",
@@ -25,11 +30,14 @@ class RequestError(ValueError):
     """A request's marks are malformed; the client gets the message with HTTP 400."""
 
 
-def parse_options(params: Mapping[str, Any] | None, *, prompt_len: int, config: BlocksConfig) -> BlockOptions:
+def parse_options(
+    params: Mapping[str, Any] | None, *, prompt_len: int, config: BlocksConfig, was_cut: bool = False
+) -> BlockOptions:
     """Validate the `blockreuse_*` entries of `custom_params`.
 
     Entries of others are left alone. Without a mode, a request is in mode `reuse`,
-    which changes nothing where no span is given. Raises RequestError.
+    which changes nothing where no span is given. Marks speak of the prompt as it was sent: where the host cut its
+    end off (was_cut), they are cut with it. Raises RequestError.
     """
     if params is not None and not isinstance(params, Mapping):
         raise RequestError(f"custom_params is {_short(params)}, but it must be an object with keys.")
@@ -37,25 +45,30 @@ def parse_options(params: Mapping[str, Any] | None, *, prompt_len: int, config: 
     given = {k: v for k, v in (params or {}).items() if str(k).startswith(PREFIX) and v is not None}
     unknown = sorted(given.keys() - set(KEYS))
     if unknown:
-        raise RequestError(f"custom_params.{unknown[0]} is unknown. Allowed: {', '.join(KEYS)}.")
+        raise RequestError(f"custom_params.{unknown[0][:60]} is unknown. Allowed: {', '.join(KEYS)}.")
 
     mode = given.get("blockreuse_mode", "reuse")
     if mode not in MODES:
-        raise RequestError(f"blockreuse_mode is {mode!r}, but it must be one of {', '.join(MODES)}.")
+        raise RequestError(f"blockreuse_mode is {_short(mode)}, but it must be one of {', '.join(MODES)}.")
     _check_parts(given.get("blockreuse_parts", False))
     policy = given.get("blockreuse_policy", config.policy)
     if policy not in POLICIES:
-        raise RequestError(f"blockreuse_policy is {policy!r}, but it must be one of {', '.join(POLICIES)}.")
+        raise RequestError(
+            f"blockreuse_policy is {_short(policy)}, but it must be one of {', '.join(POLICIES)}."
+        )
     tau = given.get("blockreuse_tau")
-    if tau is not None and (not _is_int(tau) or tau < 0):
-        raise RequestError(f"blockreuse_tau is {tau!r}, but it must be a number of tokens, 0 or more.")
+    if tau is not None and not (_is_int(tau) and 0 <= tau <= MAX_NUMBER):
+        raise RequestError(f"blockreuse_tau is {_short(tau)}, but it must be a number of tokens, 0 or more.")
     budget = given.get("blockreuse_budget")
-    if budget is not None and not is_budget(budget):
-        raise RequestError(f"blockreuse_budget is {budget!r}, but it must be {BUDGET_RULE}.")
+    if budget is not None and not (_is_small(budget) and is_budget(budget)):
+        raise RequestError(f"blockreuse_budget is {_short(budget)}, but it must be {BUDGET_RULE}.")
     if tau is None and budget is None:
         tau = config.tau
-    spans = parse_spans(given.get("blockreuse_spans"), prompt_len)
-    if mode == "compile" and not spans:
+    sent_len = sys.maxsize if was_cut else prompt_len
+    sent = parse_spans(given.get("blockreuse_spans"), sent_len)
+    spans = tuple(part for span in sent if len(part := span.clip(0, prompt_len)))
+    question = _parse_question(given.get("blockreuse_question"), sent_len)
+    if mode == "compile" and not sent:
         raise RequestError(
             "blockreuse_mode is compile, but the request marks no blocks. Give blockreuse_spans of the documents, or "
             "put separators around them where the server has a separator."
@@ -66,14 +79,15 @@ def parse_options(params: Mapping[str, Any] | None, *, prompt_len: int, config: 
         policy=policy,
         tau=tau,
         budget=config.budget if budget is None else float(budget),
-        question=_parse_question(given.get("blockreuse_question"), prompt_len),
+        question=None if question is None else question.clip(0, prompt_len) or None,
+        num_cut=len(sent) - len(spans),
     )
 
 
 def _check_parts(parts: Any) -> None:
     """Parts are cut where chat messages are tokenised; what is left of the key here is false or a mistake."""
     if not isinstance(parts, bool):
-        raise RequestError(f"blockreuse_parts is {parts!r}, but it must be true or false.")
+        raise RequestError(f"blockreuse_parts is {_short(parts)}, but it must be true or false.")
     if parts:
         raise RequestError(
             "blockreuse_parts is true, but this prompt does not come from chat messages with content parts. Use it on "
@@ -92,7 +106,7 @@ def _parse_question(pair: Any, prompt_len: int) -> Interval | None:
     start, end = pair
     if not 0 <= start < end <= prompt_len:
         raise RequestError(
-            f"blockreuse_question is [{start}, {end}], but it must be a span inside the prompt: "
+            f"blockreuse_question is {_short([start, end])}, but it must be a span inside the prompt: "
             f"0 <= start < end <= {prompt_len}."
         )
     return Interval(start, end)
@@ -112,20 +126,22 @@ def parse_spans(flat: Any, prompt_len: int) -> tuple[Interval, ...]:
     spans = tuple(Interval(s, e) for s, e in zip(flat[::2], flat[1::2], strict=True))
     previous_end = 0
     for i, span in enumerate(spans):
-        where = f"blockreuse_spans[{2 * i}:{2 * i + 2}] = [{span.start}, {span.end}]"
-        if span.start >= span.end:
-            raise RequestError(f"{where} is empty or reversed. A span is [start, end) with start < end.")
-        if span.start < 0 or span.end > prompt_len:
-            raise RequestError(
-                f"{where} reaches outside the prompt of {prompt_len} tokens (0..{prompt_len})."
-            )
-        if span.start < previous_end:
-            raise RequestError(
-                f"{where} begins before position {previous_end}, where the span before it ends. "
-                "Give spans in ascending order without overlap."
-            )
+        if not previous_end <= span.start < span.end <= prompt_len:
+            raise RequestError(_broken_span(i, span, previous_end, prompt_len))
         previous_end = span.end
     return spans
+
+
+def _broken_span(i: int, span: Interval, previous_end: int, prompt_len: int) -> str:
+    where = f"blockreuse_spans[{2 * i}:{2 * i + 2}] = {_short([span.start, span.end])}"
+    if span.start >= span.end:
+        return f"{where} is empty or reversed. A span is [start, end) with start < end."
+    if span.start < 0 or span.end > prompt_len:
+        return f"{where} reaches outside the prompt of {prompt_len} tokens (0..{prompt_len})."
+    return (
+        f"{where} begins before position {previous_end}, where the span before it ends. "
+        "Give spans in ascending order without overlap."
+    )
 
 
 def check_extra_key(extra_key: str | None) -> None:
@@ -154,6 +170,11 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_small(value: Any) -> bool:
+    """Whether arithmetic with the number cannot overflow."""
+    return not isinstance(value, int) or abs(value) <= MAX_NUMBER
+
+
 def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    """What a client sent, as far as a message needs it; never the whole of something long."""
+    return _REPR.repr(value)

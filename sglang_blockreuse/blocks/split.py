@@ -8,6 +8,11 @@ from dataclasses import dataclass
 
 from ..config import BlocksConfig
 from ..types import Interval
+from .plan import MAX_RUNS
+
+# A request's homes together hold at most so many times the tokens of its prompt, the compile prefix counted in each:
+# every lookup walks the whole home, in the scheduler's thread.
+MAX_HOME_VOLUME = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +21,23 @@ class Home:
 
     block: int  # index among the request's spans
     span: Interval  # where the block stands in this request
-    tokens: array[int]  # compile prefix + block, an ordinary prompt
-    prefix_len: int  # home offset: length of the compile prefix
+    prefix: array[
+        int
+    ]  # compile prefix; one array for all homes of a request, because it may be most of the prompt
+    body: array[int]  # the block's tokens
+
+    def __len__(self) -> int:
+        return len(self.prefix) + len(self.body)
+
+    @property
+    def tokens(self) -> array[int]:
+        """Compile prefix + block, an ordinary prompt; built for whoever asks."""
+        return self.prefix + self.body
+
+    @property
+    def prefix_len(self) -> int:
+        """Home offset: length of the compile prefix."""
+        return len(self.prefix)
 
     @property
     def delta(self) -> int:
@@ -26,8 +46,8 @@ class Home:
 
 
 def compile_prefix(
-    tokens: Sequence[int], first_start: int, *, config: BlocksConfig, bos: int | None
-) -> tuple[int, ...]:
+    tokens: array[int], first_start: int, *, config: BlocksConfig, bos: int | None
+) -> array[int]:
     """Tokens that a home sequence starts with.
 
     auto: the text in front of the first block (the system prompt, exact wherever it is
@@ -38,17 +58,17 @@ def compile_prefix(
     if kind == "auto":
         kind = "leading" if first_start > 0 else "bos"
     if kind == "leading":
-        return tuple(tokens[:first_start])
+        return tokens[:first_start]
     if kind == "bos" and bos is not None:
-        return (bos,)
-    return ()
+        return array("q", (bos,))
+    return array("q")
 
 
 def homes(
     tokens: array[int],
     spans: Sequence[Interval],
     *,
-    prefix: tuple[int, ...],
+    prefix: Sequence[int],
     min_block_tokens: int,
     all_blocks: bool = False,
 ) -> list[Home]:
@@ -60,11 +80,28 @@ def homes(
     """
     head = array("q", prefix)
     return [
-        Home(i, span, head + tokens[span.start : span.end], len(prefix))
+        Home(i, span, head, tokens[span.start : span.end])
         for i, span in enumerate(spans)
-        if len(span) >= min_block_tokens and (all_blocks or not _is_exact(tokens, span, prefix))
+        if len(span) >= min_block_tokens and (all_blocks or not _is_exact(tokens, span, head))
     ]
 
 
-def _is_exact(tokens: array[int], span: Interval, prefix: tuple[int, ...]) -> bool:
-    return span.start == 0 or (span.start == len(prefix) and tuple(tokens[: span.start]) == prefix)
+def bounded(homes: Sequence[Home], *, prompt_len: int) -> list[Home]:
+    """The longest of `homes`, as many as one request may have, in their order.
+
+    No plan has more rows than MAX_RUNS and each block that is reused ends one, so further homes are of no use;
+    and what they hold together is at most MAX_HOME_VOLUME prompts.
+    """
+    longest = sorted(range(len(homes)), key=lambda i: (-len(homes[i].body), i))
+    room = MAX_HOME_VOLUME * prompt_len
+    kept = []
+    for i in longest[:MAX_RUNS]:
+        room -= len(homes[i])
+        if room < 0:
+            break
+        kept.append(i)
+    return [homes[i] for i in sorted(kept)]
+
+
+def _is_exact(tokens: array[int], span: Interval, prefix: array[int]) -> bool:
+    return span.start == 0 or (span.start == len(prefix) and tokens[: span.start] == prefix)

@@ -75,17 +75,16 @@ def force_rows(result, manager, req):
     req.blockreuse.plan = BlockPlan(start, end, (), (), runs, 0, end)
 
 
-def all_homes(original, arrivals, req, state):
+def all_homes(original, arrivals, req, state, *args):
     if not knob(req, "testing_all_homes"):
-        return original(arrivals, req, state)
+        return original(arrivals, req, state, *args)
     from array import array
 
     from sglang_blockreuse.blocks.split import Home
 
     head = array("q", state.compile_prefix)
     return [
-        Home(i, s, head + req.origin_input_ids[s.start : s.end], len(head))
-        for i, s in enumerate(state.options.spans)
+        Home(i, s, head, req.origin_input_ids[s.start : s.end]) for i, s in enumerate(state.options.spans)
     ]
 
 

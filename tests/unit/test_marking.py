@@ -24,7 +24,7 @@ from sglang_blockreuse.blocks.request import RequestError, parse_options
 from sglang_blockreuse.blocks.split import homes
 from sglang_blockreuse.config import CONFIG_ENV, BlocksConfig, ConfigError
 from sglang_blockreuse.settings import prepare_tokenizer
-from sglang_blockreuse.types import Interval
+from sglang_blockreuse.types import Interval, Wait
 from sglang_blockreuse.warm import Options, WarmError, read_documents, warm
 
 SEP = "<sep>"
@@ -209,8 +209,8 @@ def test_a_compile_request_compiles_the_block_that_a_prompt_has_exactly():
 
     tokens = array("q", range(30))
     spans = [Interval(5, 15), Interval(15, 30)]
-    kept = homes(tokens, spans, prefix=tuple(range(5)), min_block_tokens=4)
-    everything = homes(tokens, spans, prefix=tuple(range(5)), min_block_tokens=4, all_blocks=True)
+    kept = homes(tokens, spans, prefix=range(5), min_block_tokens=4)
+    everything = homes(tokens, spans, prefix=range(5), min_block_tokens=4, all_blocks=True)
     assert ([h.block for h in kept], [h.block for h in everything]) == ([1], [0, 1])
 
 
@@ -226,15 +226,20 @@ class TestStayingBehind:
     def test_background_homes_run_when_the_prompt_is_computed_or_gone(self, end):
         compiler = Compiler()
         (job,) = self.jobs(compiler)
-        assert compiler.in_flight(set(job.waits_for)) == {"main"}
+        wait, others = Wait(), Wait()
+        compiler.wait(wait, job.waits_for)
+        compiler.wait(others, [job.request_id])
+        assert wait.num_open == 1
         getattr(compiler, end)("main")
-        assert compiler.in_flight(set(job.waits_for)) == set()
-        assert compiler.in_flight({job.request_id}) == {job.request_id}, "others may wait for the home itself"
+        assert wait.num_open == 0
+        assert others.num_open == 1, "others may wait for the home itself"
 
     def test_a_request_without_unseen_blocks_holds_nobody_back(self):
         compiler = Compiler()
         assert compiler.stay_behind([], "main") == []
-        assert compiler.in_flight({"main"}) == set()
+        wait = Wait()
+        compiler.wait(wait, ["main"])
+        assert wait.num_open == 0
 
 
 class TestCompileCommand:

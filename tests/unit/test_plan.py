@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import layouts
 
-from sglang_blockreuse.blocks.manager import pays
 from sglang_blockreuse.blocks.plan import MAX_RUNS, build_plan, merge, subtract
 from sglang_blockreuse.blocks.policy import deal
+from sglang_blockreuse.blocks.worth import pays
 from sglang_blockreuse.types import BlockOptions, BlockPlan, Interval, LocalSegment
 
 

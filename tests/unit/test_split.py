@@ -10,7 +10,7 @@ from sglang_blockreuse.blocks.compile import Compiler
 from sglang_blockreuse.blocks.match import Namespace
 from sglang_blockreuse.blocks.split import compile_prefix, homes
 from sglang_blockreuse.config import BlocksConfig
-from sglang_blockreuse.types import Interval
+from sglang_blockreuse.types import Interval, Wait
 
 PROMPT = array("q", range(1000, 1200))
 SPANS = (Interval(10, 60), Interval(60, 110), Interval(120, 180))
@@ -41,6 +41,12 @@ def homes_of(prompt=PROMPT, spans=SPANS, **config):
     return homes(prompt, spans, prefix=prefix, min_block_tokens=settings.min_block_tokens)
 
 
+def waiting(compiler, request_ids) -> Wait:
+    wait = Wait()
+    compiler.wait(wait, request_ids)
+    return wait
+
+
 @pytest.mark.parametrize(
     ("kind", "first_start", "expected"),
     [
@@ -53,11 +59,12 @@ def homes_of(prompt=PROMPT, spans=SPANS, **config):
     ],
 )
 def test_the_compile_prefix(kind, first_start, expected):
-    assert compile_prefix(PROMPT, first_start, config=BlocksConfig(compile_prefix=kind), bos=7) == expected
+    found = compile_prefix(PROMPT, first_start, config=BlocksConfig(compile_prefix=kind), bos=7)
+    assert tuple(found) == expected
 
 
 def test_a_model_without_bos_compiles_in_a_void():
-    assert compile_prefix(PROMPT, 0, config=BlocksConfig(), bos=None) == ()
+    assert not compile_prefix(PROMPT, 0, config=BlocksConfig(), bos=None)
 
 
 def test_a_home_is_the_compile_prefix_and_the_block():
@@ -90,25 +97,25 @@ def test_every_unseen_home_is_compiled_once():
     assert [j.home.block for j in jobs] == [1, 2]
     again, waits_too = compiler.jobs_for(tree, homes_of(), PLAIN)
     assert again == []
-    assert waits_too == waits_for == {j.request_id for j in jobs}
+    assert waits_too == waits_for == [j.request_id for j in jobs]
     for job in jobs:
         tree.publish(job.home.tokens)
         compiler.ended(job.request_id)
-    assert compiler.in_flight(waits_for) == set()
-    assert compiler.jobs_for(tree, homes_of(), PLAIN) == ([], set())
+    assert waiting(compiler, waits_for).num_open == 0
+    assert compiler.jobs_for(tree, homes_of(), PLAIN) == ([], [])
 
 
 def test_the_first_home_computes_an_unseen_compile_prefix_for_the_others():
     first, second = Compiler().jobs_for(DictTree(), homes_of(), PLAIN)[0]
-    assert first.waits_for == frozenset()
-    assert second.waits_for == {first.request_id}
+    assert first.waits_for == ()
+    assert second.waits_for == (first.request_id,)
 
 
 def test_an_aborted_home_is_compiled_again_by_the_next_request():
     tree, compiler = DictTree(), Compiler()
     jobs, waits_for = compiler.jobs_for(tree, homes_of(), PLAIN)
-    compiler.ended(jobs[0].request_id)
-    assert compiler.in_flight(waits_for) == {jobs[1].request_id}
+    compiler.ended(jobs[0].request_id, "aborted")
+    assert waiting(compiler, waits_for).homes == [jobs[1].request_id]
     assert [j.home.block for j in compiler.jobs_for(tree, homes_of(), PLAIN)[0]] == [1]
 
 

@@ -126,22 +126,20 @@ def parse_spans(flat: Any, prompt_len: int) -> tuple[Interval, ...]:
     spans = tuple(Interval(s, e) for s, e in zip(flat[::2], flat[1::2], strict=True))
     previous_end = 0
     for i, span in enumerate(spans):
-        if not previous_end <= span.start < span.end <= prompt_len:
-            raise RequestError(_broken_span(i, span, previous_end, prompt_len))
+        where = f"blockreuse_spans[{2 * i}:{2 * i + 2}] = {_short([span.start, span.end])}"
+        if span.start >= span.end:
+            raise RequestError(f"{where} is empty or reversed. A span is [start, end) with start < end.")
+        if span.start < 0 or span.end > prompt_len:
+            raise RequestError(
+                f"{where} reaches outside the prompt of {prompt_len} tokens (0..{prompt_len})."
+            )
+        if span.start < previous_end:
+            raise RequestError(
+                f"{where} begins before position {previous_end}, where the span before it ends. "
+                "Give spans in ascending order without overlap."
+            )
         previous_end = span.end
     return spans
-
-
-def _broken_span(i: int, span: Interval, previous_end: int, prompt_len: int) -> str:
-    where = f"blockreuse_spans[{2 * i}:{2 * i + 2}] = {_short([span.start, span.end])}"
-    if span.start >= span.end:
-        return f"{where} is empty or reversed. A span is [start, end) with start < end."
-    if span.start < 0 or span.end > prompt_len:
-        return f"{where} reaches outside the prompt of {prompt_len} tokens (0..{prompt_len})."
-    return (
-        f"{where} begins before position {previous_end}, where the span before it ends. "
-        "Give spans in ascending order without overlap."
-    )
 
 
 def check_extra_key(extra_key: str | None) -> None:

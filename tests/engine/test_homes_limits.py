@@ -84,17 +84,17 @@ def test_the_longest_home_that_the_host_takes_is_made(server):
 @pytest.mark.parametrize("mode", ["reuse", "compile"])
 def test_a_home_counts_with_its_prefix_against_the_pool(server, mode):
     """Two blocks: prompt and blocks alone are less than 80 % of the pool, with the prefix they are more."""
-    library = Library(seed=5, system_len=10, doc_lens=(200, 200), question_len=10)
-    ids, spans = library.prompt((0, 1))
-    if mode == "compile":
+    if mode == "reuse":
+        ids, spans = Library(seed=5, system_len=10, doc_lens=(150, 150), question_len=10).prompt((0, 1))
+        assert len(ids) + 300 < 0.8 * POOL < len(ids) + 300 + NEUTRAL
+    else:  # the prompt itself is not run
         ids, spans = Library(seed=5, system_len=10, doc_lens=(160, 160, 160)).prompt((0, 1, 2))
-        spans = spans[:]
+        assert NEUTRAL + 480 < 0.8 * POOL < NEUTRAL + 480 + len(ids)
     before = counts(server)
     found = usage(generate(server, ids, spans, mode=mode))
     if mode == "reuse":
-        assert len(ids) + 400 < 0.8 * POOL + 200 < len(ids) + 400 + 200 + 200
         assert (found["skipped_reason"], new_homes(server, before)) == ("pool_too_small", 0)
-    else:  # the prompt itself is not run: prefix once + blocks fit
+    else:
         assert found["compiled_tokens"] == 480
 
 

@@ -23,7 +23,8 @@ class BlocksConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_o
 
     policy: str = "seam"  # which positions of a reused block are recomputed
     tau: int | None = None  # tokens repaired on each side of a seam; null: spend `budget` evenly
-    # what may be repaired: a share of the block tokens, or from 32 on a number of tokens; used when tau is null
+    # what may be repaired: a share of the tokens up to the end of the last block, exact prefix included, or from 32
+    # on a number of tokens; used when tau is null
     budget: float = 0.05
     # how unseen blocks become reusable, see blocks/compile.py
     compile: Literal["before", "background", "manual", "off", "harvest"] = "before"

@@ -15,7 +15,7 @@ from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOu
 from sglang.srt.runtime_context import get_serving
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from .blocks.compile import HomeId, HomeJob
+from .blocks.compile import HomeId, HomeJob, Outcome
 from .blocks.manager import BlockManager, plan_of
 from .blocks.request import RequestError, check_extra_key, check_prompt
 from .radix_cache import BlockReuseCache
@@ -38,9 +38,14 @@ class _BlockReuseAdder(PrefillAdder):
     rem_chunk_tokens: int | None  # compute budget left in this step; None without chunked prefill
 
     def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> AddReqResult:
-        if is_home(req) and req in self.can_run_list:
-            return self.budget_state()  # it ran in the place of a request that waits for it
         manager: BlockManager = self.tree_cache.blocks
+        if is_home(req):
+            if req in self.can_run_list:
+                return self.budget_state()  # it runs in the place of a request that waits for it
+            if self._is_over(req):
+                if self.running_batch.batch_is_full:
+                    return AddReqResult.CONTINUE  # ends when there is a place for its last token
+                _end_home(req, self.tree_cache, "aborted", "nobody waits for a home any longer")
         if not manager.ready(req):
             home = self._stand_in(req)
             return AddReqResult.CONTINUE if home is None else self._admit(home, *args, **kwargs)
@@ -49,10 +54,17 @@ class _BlockReuseAdder(PrefillAdder):
 
     def preempt_to_schedule(self, req: Req) -> bool:
         """True: the host goes on with `req`, whether or not it took somebody's place for it."""
+        if self._is_over(req):
+            return True
         if self.tree_cache.blocks.ready(req):
             return bool(super().preempt_to_schedule(req))
         home = self._stand_in(req)
         return home is None or bool(super().preempt_to_schedule(home))
+
+    def _is_over(self, req: Req) -> bool:
+        """Whether this is a queued home that nobody waits for any longer."""
+        manager: BlockManager = self.tree_cache.blocks
+        return is_home(req) and req.to_finish is None and manager.compiler.is_unwanted(req.rid)
 
     def _stand_in(self, req: Req) -> Req | None:
         """The first home that a held request waits for, if it is queued and may run in this step."""
@@ -73,7 +85,7 @@ class _BlockReuseAdder(PrefillAdder):
         if verdict is AddReqResult.NO_TOKEN and self._nothing_else_runs():
             # waiting would never end
             if is_home(req):
-                _end_home(req, self.tree_cache)
+                _end_home(req, self.tree_cache, "no_room", "a home finds no room in the KV pool")
                 verdict = super().add_one_req(req, *args, **kwargs)
             elif held_homes:  # its own homes take the room
                 manager.give_up(req, "no_room")
@@ -199,9 +211,9 @@ def accept_request(scheduler: Any, req: Req) -> list[Req]:
 def ask_again(scheduler: Any) -> list[Req]:
     """Homes to queue in place of those that waiting requests have lost, before a step is made up."""
     manager: BlockManager = scheduler.tree_cache.blocks
-    bereaved, manager.bereaved = manager.bereaved, []
+    bereaved, manager.bereaved = manager.bereaved, {}
     homes: list[Req] = []
-    for req in bereaved:
+    for req in bereaved.values():
         if req not in scheduler.waiting_queue:
             continue  # aborted since
         try:
@@ -261,7 +273,7 @@ def _home_request(scheduler: Any, req: Req, job: HomeJob) -> Req:
     options = dataclasses.replace(req.blockreuse.options, mode="off", spans=())
     # it may be prefilled without what it waits for, so nothing is asked for again in its name
     home.blockreuse = RequestState(
-        options, Usage(mode="off"), refused="mode_off", wait=Wait(asked_again=True)
+        options, Usage(mode="off"), refused="mode_off", wait=Wait(asked_again=True, wants=False)
     )
     manager.compiler.wait(home.blockreuse.wait, job.waits_for)
     manager.compiler.queued(job.request_id, home)
@@ -280,10 +292,10 @@ def _lend_priority(scheduler: Any, req: Req) -> None:
         home.priority = req.priority if home.priority is None else best(home.priority, req.priority)
 
 
-def _end_home(home: Req, cache: BlockReuseCache) -> None:
-    """Leave one token of a home that cannot be admitted, which is how the host ends what it cannot serve."""
-    home.blockreuse.outcome = "no_room"
-    home.set_finish_with_abort("blockreuse: a home finds no room in the KV pool")
+def _end_home(home: Req, cache: BlockReuseCache, outcome: Outcome, why: str) -> None:
+    """Leave one token of a queued home, which is how the host ends what it cannot serve."""
+    home.blockreuse.outcome = outcome
+    home.set_finish_with_abort(f"blockreuse: {why}")
     home.init_next_round_input(cache)
 
 

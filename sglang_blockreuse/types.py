@@ -197,6 +197,7 @@ class Wait:
     )  # ids of the homes among them, in the order they are queued in
     lost: list[Any] = field(default_factory=list)  # (Home, how it ended): those whose KV is not in the tree
     asked_again: bool = False  # lost homes are asked for once more, and only once
+    wants: bool = True  # the homes are for its sake; no longer where it was aborted
     since: float | None = None  # seconds, monotonic; None where it waits for nothing
 
 

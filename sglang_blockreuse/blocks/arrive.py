@@ -102,7 +102,7 @@ class Arrivals:
         )
         fitting = [home for home in wanted if len(home) <= max_prompt_len]
         kept = bounded(fitting, prompt_len=len(req.origin_input_ids))
-        if len(kept) < len(wanted):
+        if len(kept) < len(wanted) and (state.options.mode == "compile" or not kept):
             state.not_compiled = "home_too_long" if len(fitting) < len(wanted) else "too_many_blocks"
         return kept
 
@@ -153,7 +153,7 @@ class Arrivals:
         state.compile_prefix = self._compile_prefix(req, state.options)
         state.homes = self.homes(req, state, max_prompt_len)
         if self._config.compile in ("off", "manual"):
-            state.not_compiled = f"compile_{self._config.compile}"
+            state.not_compiled = state.not_compiled or f"compile_{self._config.compile}"
             return []
         tokens = req.origin_input_ids
         num_exact = self._tree.lookup(tokens, namespace_of(req))[0]
@@ -199,7 +199,9 @@ class Arrivals:
 
     def _jobs_for(self, req: Any, state: RequestState, wanted: Sequence[Home]) -> list[HomeJob]:
         jobs, ids = self._compiler.jobs_for(self._tree, wanted, namespace_of(req), state.usage)
-        self._compiler.wait(state.wait, ids)
+        # background homes are for later requests and stay where this one goes
+        stays = self._config.compile == "background" and state.options.mode == "reuse"
+        self._compiler.wait(state.wait, ids, waiting=None if stays or not ids else req.rid)
         return jobs
 
     def _discover(self, req: Any, state: RequestState) -> bool:

@@ -90,6 +90,9 @@ class Compiler:
         self._flights: dict[str, _Flight] = {}  # by request id
         self._in_flight: dict[HomeKey, HomeId] = {}
         self._ahead: dict[str, list[Wait]] = {}  # requests that background homes stay behind of
+        self._waiting: dict[
+            str, Wait
+        ] = {}  # of requests whose homes are for nobody's sake once they are aborted
 
     def jobs_for(
         self, tree: Tree, homes: Sequence[Home], namespace: Namespace, usage: Usage | None = None
@@ -135,8 +138,13 @@ class Compiler:
             self._ahead.setdefault(request_id, [])
         return [replace(job, waits_for=(*job.waits_for, request_id)) for job in jobs]
 
-    def wait(self, wait: Wait, request_ids: Sequence[str]) -> None:
-        """Count those of `request_ids` that have not ended; `wait` is told of their ends."""
+    def wait(self, wait: Wait, request_ids: Sequence[str], *, waiting: str | None = None) -> None:
+        """Count those of `request_ids` that have not ended; `wait` is told of their ends.
+
+        waiting: id of the request that waits, where the homes go with it.
+        """
+        if waiting is not None:
+            self._waiting[waiting] = wait
         for request_id in request_ids:
             flight = self._flights.get(request_id)
             waits = self._ahead.get(request_id) if flight is None else flight.waits
@@ -162,6 +170,11 @@ class Compiler:
             wait.homes.pop(0)
         return self.request_of(wait.homes[0]) if wait.homes else None
 
+    def is_unwanted(self, request_id: str) -> bool:
+        """Whether everybody who waited for a home is gone."""
+        flight = self._flights.get(request_id)
+        return flight is not None and not any(wait.wants for wait in flight.waits)
+
     def requests_ahead(self, wait: Wait) -> Iterator[Any]:
         """The host's requests of the homes that somebody waits for, and of those that they wait for in turn."""
         for request_id in wait.homes:
@@ -179,6 +192,9 @@ class Compiler:
     def ended(self, request_id: str, outcome: Outcome = "computed") -> None:
         """A request is gone: nobody waits for it any longer. Safe to call for any request, any number of times."""
         self.prompt_computed(request_id)
+        gone = self._waiting.pop(request_id, None)
+        if gone is not None:
+            gone.wants = False
         flight = self._flights.pop(request_id, None)
         if flight is None:
             return

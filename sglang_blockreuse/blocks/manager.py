@@ -67,7 +67,7 @@ class BlockManager:
             index_secret=index_secret,
         )
         # requests that lost homes while they waited: these are asked for once more, see `scheduler.ask_again`
-        self.bereaved: list[Any] = []
+        self.bereaved: dict[str, Any] = {}  # by request id
         self._layer_plan = layer_plan
         self._shared_kv = shared_kv
 
@@ -93,8 +93,7 @@ class BlockManager:
             wait.since = wait.since or time.monotonic()
             return False
         if any(outcome == "aborted" for _, outcome in wait.lost) and not wait.asked_again:
-            wait.asked_again = True
-            self.bereaved.append(req)
+            self.bereaved[req.rid] = req
             return False
         if wait.lost:
             only_room = all(outcome == "no_room" for _, outcome in wait.lost)

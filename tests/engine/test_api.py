@@ -25,6 +25,7 @@ USAGE_KEYS = {
     "recompute_ratio",
     "skipped_reason",
     "guard",
+    "prompt_truncated",
 }
 
 

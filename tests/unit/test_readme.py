@@ -8,8 +8,8 @@ import re
 import msgspec
 from places import ROOT
 
-from sglang_blockreuse.blocks.worth import ADMISSION_VERDICTS
 from sglang_blockreuse.blocks.request import KEYS
+from sglang_blockreuse.blocks.worth import ADMISSION_VERDICTS
 from sglang_blockreuse.config import Config
 from sglang_blockreuse.metrics import SERIES
 

@@ -143,7 +143,8 @@ def _loader(ctx: Any, config: Config) -> tuple[KvLoader | None, str | None]:
         _check_pool(pool)
         num_layers = len(pool.k_buffer)
         groups = moved_once(
-            find_ropes(runner.model, num_layers), getattr(pool, "kv_layers", range(num_layers))
+            find_ropes(runner.model, num_layers, attn_backend=runner.attn_backend),
+            getattr(pool, "kv_layers", range(num_layers)),
         )
     except UnsupportedRope as error:
         if config.strict:

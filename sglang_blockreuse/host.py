@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -156,6 +157,14 @@ CONTRACT: tuple[HostName, ...] = (
         ("batch", "model_runner"),
     ),
     HostName(
+        _SRT + "model_executor.forward_batch_info.ForwardBatch.__init__",
+        "call",
+        "a layer is run alone at start-up",
+        ("self", "forward_mode", "batch_size", "seq_lens", "out_cache_loc", "positions"),
+    ),
+    HostName(_SRT + "model_executor.forward_context.ForwardContext", "call", "the same"),
+    HostName(_SRT + "model_executor.forward_context.forward_context", "call", "the same", ("ctx",)),
+    HostName(
         _SRT + "layers.logits_processor.LogitsMetadata.from_forward_batch",
         "hook",
         "one logit per request",
@@ -256,6 +265,25 @@ CONTRACT: tuple[HostName, ...] = (
         "homes outlive the paths that were made of them",
         ("self", "key"),
     ),
+    HostName(
+        _SRT + "mem_cache.events.KVCacheEventRecorder.record_store",
+        "subclass",
+        "local paths are not advertised",
+        ("self", "node"),
+    ),
+    HostName(
+        _SRT + "mem_cache.events.KVCacheEventRecorder.record_remove",
+        "subclass",
+        "nor taken back",
+        ("self", "node"),
+    ),
+    HostName(
+        _SRT + "mem_cache.cache_init_params.CacheInitParams.__init__",
+        "call",
+        "the tree core whose recorder sees nodes",
+        ("self", "tree_core_backend"),
+    ),
+    HostName(_SRT + "runtime_context.get_observability", "call", "whether events are asked for"),
     HostName(_SRT + "managers.schedule_batch.FINISH_ABORT", "call", "an aborted row is not published"),
     HostName(_SRT + "platforms.interface.SRTPlatform", "subclass", "SGLang on a plain CPU"),
     HostName(
@@ -406,6 +434,32 @@ def sum_over_ranks(values: Any) -> Any:
     from sglang.srt.distributed import get_tp_group
 
     return get_tp_group().all_reduce(values)
+
+
+@contextmanager
+def lone_forward(attn_backend: Any, positions_T: Any) -> Iterator[Any]:
+    """Surroundings of one layer's forward outside of the model's: yields the host's ForwardBatch of one prompt.
+
+    Its KV belongs into slots 1 to T, so nothing may be cached yet: a layer may write there.
+    """
+    import torch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+    num_tokens = len(positions_T)
+    one = torch.ones(1, dtype=torch.int64, device=positions_T.device)
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        batch_size=1,
+        input_ids=torch.zeros_like(positions_T),
+        req_pool_indices=0 * one,
+        seq_lens=num_tokens * one,
+        out_cache_loc=torch.arange(1, num_tokens + 1, device=positions_T.device),
+        seq_lens_sum=num_tokens,
+        positions=positions_T,
+    )
+    with forward_context(ForwardContext(attn_backend)):
+        yield batch
 
 
 def install_hooks() -> None:

@@ -12,6 +12,7 @@ from .blocks.shared_kv import SharedKv
 from .blocks.step import PrefillSteps
 from .blocks.tags import SlotTags
 from .config import Config
+from .errors import short
 from .host import install_hooks, require_contract, sum_over_ranks
 from .kernels.dispatch import Dispatcher
 from .metrics import Metrics
@@ -242,7 +243,7 @@ def _neutral_prefix(config: Config) -> tuple[int, ...] | None:
     serving, model = get_serving(), get_model()
     if serving.skip_tokenizer_init:
         raise UnsupportedServer(
-            f"blocks.compile_prefix_text is {text!r}, but --skip-tokenizer-init leaves nothing to encode it with. "
+            f"blocks.compile_prefix_text is {short(text)}, but --skip-tokenizer-init leaves nothing to encode it with. "
             "Drop the flag, or use blocks.compile_prefix."
         )
     tokenizer = get_tokenizer(

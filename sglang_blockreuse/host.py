@@ -207,6 +207,36 @@ CONTRACT: tuple[HostName, ...] = (
         ("tokenizer", "text", "encode_kwargs"),
     ),
     HostName(
+        _SRT + "entrypoints.openai.serving_completions.OpenAIServingCompletion._prepare_echo_prompts",
+        "hook",
+        "no separator is echoed",
+        ("self", "request"),
+    ),
+    HostName(
+        _SRT + "entrypoints.openai.serving_completions.OpenAIServingCompletion._get_echo_text",
+        "hook",
+        "the same for streams",
+        ("self", "request", "index"),
+    ),
+    HostName(
+        _SRT + "entrypoints.openai.serving_tokenize.OpenAIServingTokenize._handle_non_streaming_request",
+        "hook",
+        "counts what a request would have",
+        ("self", "adapted_request", "request", "raw_request"),
+    ),
+    HostName(
+        _SRT + "entrypoints.grpc_bridge.RuntimeHandle.tokenize",
+        "hook",
+        "the same over gRPC",
+        ("self", "text", "add_special_tokens"),
+    ),
+    HostName(
+        _SRT + "entrypoints.ollama.serving.OllamaServing.handle_chat",
+        "hook",
+        "separators are refused where nothing cuts them",
+        ("self", "request", "raw_request"),
+    ),
+    HostName(
         _SRT + "managers.io_struct.GenerateReqInput",
         "call",
         "text, input_ids and sampling_params of a request",
@@ -511,7 +541,7 @@ def install_tokenizer_hooks() -> None:
     """Register and apply the hooks of processes that tokenise; idempotent. Raises HostContractError."""
     from sglang.srt.plugins.hook_registry import HookType
 
-    from . import tokenizer_hooks
+    from . import prompt_hooks, tokenizer_hooks
 
     manager, openai = "managers.tokenizer_manager.TokenizerManager.", "entrypoints.openai."
     _install(
@@ -524,6 +554,23 @@ def install_tokenizer_hooks() -> None:
             ),
             openai + "parallel_prompt_encode.parallel_prompt_encode": (
                 tokenizer_hooks.encode_prompt,
+                HookType.AROUND,
+            ),
+            openai + "serving_completions.OpenAIServingCompletion._prepare_echo_prompts": (
+                prompt_hooks.echo_prompts,
+                HookType.AFTER,
+            ),
+            openai + "serving_completions.OpenAIServingCompletion._get_echo_text": (
+                prompt_hooks.echo_text,
+                HookType.AFTER,
+            ),
+            openai + "serving_tokenize.OpenAIServingTokenize._handle_non_streaming_request": (
+                prompt_hooks.tokenize,
+                HookType.AROUND,
+            ),
+            "entrypoints.grpc_bridge.RuntimeHandle.tokenize": (prompt_hooks.tokenize_grpc, HookType.AROUND),
+            "entrypoints.ollama.serving.OllamaServing.handle_chat": (
+                prompt_hooks.ollama_chat,
                 HookType.AROUND,
             ),
         }

@@ -121,6 +121,11 @@ def check_server(ctx: Any) -> None:
             "Drop the flag.",
         ),
         (
+            bool(getattr(memory, "enable_unified_cache_external_linker", False)),
+            "--enable-unified-cache-external-linker takes KV out of the server, and KV that is local must not leave it",
+            "Drop the flag.",
+        ),
+        (
             ctx.is_hybrid_swa or ctx.is_hybrid_ssm,
             "the model mixes attention with sliding windows or state layers, whose state is not per token",
             "Serve it without block reuse.",

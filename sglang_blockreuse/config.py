@@ -9,6 +9,8 @@ from typing import Literal
 
 import msgspec
 
+from .errors import clipped, short
+
 CONFIG_ENV = "SGLANG_BLOCKREUSE_CONFIG"
 
 POLICIES = ("seam", "head", "deviation", "query", "head+query", "random")
@@ -63,15 +65,16 @@ class Config(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=Tr
 
 
 KEYS = BlocksConfig.__struct_fields__
+MAX_TOKENS = 2**31 - 1  # of what counts tokens; a position is an int32
 # Between 1 and this a budget is refused: whoever writes 5 means percent.
 MIN_BUDGET_TOKENS = 32
 BUDGET_RULE = f"a share from 0 to 1, or a whole number of tokens from {MIN_BUDGET_TOKENS} on"
 
 
 def is_budget(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return 0 <= value <= 1 or (value >= MIN_BUDGET_TOKENS and value == int(value))
+    return 0 <= value <= 1 or (MIN_BUDGET_TOKENS <= value <= MAX_TOKENS and value == int(value))
 
 
 def load_config(path: str | os.PathLike[str] | None, *, layer_plan: str | None = None) -> Config:
@@ -107,16 +110,18 @@ def _read(path: Path) -> Config:
         keys = f"Allowed keys: blocks {{{', '.join(KEYS)}}}, layers {{plan, timing}}, kernels, strict."
         budget = f"A budget must be {BUDGET_RULE}." if "blocks.budget" in str(error) else ""
         fix = keys if "unknown field" in str(error) else budget or "Write a value of that type."
-        raise ConfigError(f"{path}: {error}. {fix}") from None
+        raise ConfigError(f"{path}: {clipped(error)}. {fix}") from None
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{path}: neither YAML nor JSON: {error}. Mend the file at that place.") from None
+        raise ConfigError(
+            f"{path}: neither YAML nor JSON: {clipped(error)}. Mend the file at that place."
+        ) from None
 
 
 def _check(config: Config, source: str) -> None:
     blocks = config.blocks
 
     def fail(key: str, value: object, rule: str, fix: str) -> None:
-        raise ConfigError(f"{source}: blocks.{key} is {value!r}, but {rule}. {fix}")
+        raise ConfigError(f"{source}: blocks.{key} is {short(value)}, but {rule}. {fix}")
 
     if blocks.policy not in POLICIES:
         fail("policy", blocks.policy, f"it must be one of {', '.join(POLICIES)}", "Use seam.")

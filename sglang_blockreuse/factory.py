@@ -12,6 +12,7 @@ from .blocks.shared_kv import SharedKv
 from .blocks.step import PrefillSteps
 from .blocks.tags import SlotTags
 from .config import Config
+from .errors import short
 from .host import install_hooks, require_contract, shared_secret, sum_over_ranks
 from .kernels.dispatch import Dispatcher
 from .metrics import Metrics
@@ -122,6 +123,11 @@ def check_server(ctx: Any) -> None:
             "Drop the flag.",
         ),
         (
+            bool(getattr(memory, "enable_unified_cache_external_linker", False)),
+            "--enable-unified-cache-external-linker takes KV out of the server, and KV that is local must not leave it",
+            "Drop the flag.",
+        ),
+        (
             ctx.is_hybrid_swa or ctx.is_hybrid_ssm,
             "the model mixes attention with sliding windows or state layers, whose state is not per token",
             "Serve it without block reuse.",
@@ -145,7 +151,8 @@ def _loader(ctx: Any, config: Config) -> tuple[KvLoader | None, str | None]:
         _check_pool(pool)
         num_layers = len(pool.k_buffer)
         groups = moved_once(
-            find_ropes(runner.model, num_layers), getattr(pool, "kv_layers", range(num_layers))
+            find_ropes(runner.model, num_layers, attn_backend=runner.attn_backend),
+            getattr(pool, "kv_layers", range(num_layers)),
         )
     except UnsupportedRope as error:
         if config.strict:
@@ -243,7 +250,7 @@ def _neutral_prefix(config: Config) -> tuple[int, ...] | None:
     serving, model = get_serving(), get_model()
     if serving.skip_tokenizer_init:
         raise UnsupportedServer(
-            f"blocks.compile_prefix_text is {text!r}, but --skip-tokenizer-init leaves nothing to encode it with. "
+            f"blocks.compile_prefix_text is {short(text)}, but --skip-tokenizer-init leaves nothing to encode it with. "
             "Drop the flag, or use blocks.compile_prefix."
         )
     tokenizer = get_tokenizer(

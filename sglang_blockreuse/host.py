@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -169,6 +170,14 @@ CONTRACT: tuple[HostName, ...] = (
         ("batch", "model_runner"),
     ),
     HostName(
+        _SRT + "model_executor.forward_batch_info.ForwardBatch.__init__",
+        "call",
+        "a layer is run alone at start-up",
+        ("self", "forward_mode", "batch_size", "seq_lens", "out_cache_loc", "positions"),
+    ),
+    HostName(_SRT + "model_executor.forward_context.ForwardContext", "call", "the same"),
+    HostName(_SRT + "model_executor.forward_context.forward_context", "call", "the same", ("ctx",)),
+    HostName(
         _SRT + "layers.logits_processor.LogitsMetadata.from_forward_batch",
         "hook",
         "one logit per request",
@@ -209,6 +218,36 @@ CONTRACT: tuple[HostName, ...] = (
         "hook",
         "cut the rendered chat template",
         ("tokenizer", "text", "encode_kwargs"),
+    ),
+    HostName(
+        _SRT + "entrypoints.openai.serving_completions.OpenAIServingCompletion._prepare_echo_prompts",
+        "hook",
+        "no separator is echoed",
+        ("self", "request"),
+    ),
+    HostName(
+        _SRT + "entrypoints.openai.serving_completions.OpenAIServingCompletion._get_echo_text",
+        "hook",
+        "the same for streams",
+        ("self", "request", "index"),
+    ),
+    HostName(
+        _SRT + "entrypoints.openai.serving_tokenize.OpenAIServingTokenize._handle_non_streaming_request",
+        "hook",
+        "counts what a request would have",
+        ("self", "adapted_request", "request", "raw_request"),
+    ),
+    HostName(
+        _SRT + "entrypoints.grpc_bridge.RuntimeHandle.tokenize",
+        "hook",
+        "the same over gRPC",
+        ("self", "text", "add_special_tokens"),
+    ),
+    HostName(
+        _SRT + "entrypoints.ollama.serving.OllamaServing.handle_chat",
+        "hook",
+        "separators are refused where nothing cuts them",
+        ("self", "request", "raw_request"),
     ),
     HostName(
         _SRT + "managers.io_struct.GenerateReqInput",
@@ -274,6 +313,25 @@ CONTRACT: tuple[HostName, ...] = (
         "homes outlive the paths that were made of them",
         ("self", "key"),
     ),
+    HostName(
+        _SRT + "mem_cache.events.KVCacheEventRecorder.record_store",
+        "subclass",
+        "local paths are not advertised",
+        ("self", "node"),
+    ),
+    HostName(
+        _SRT + "mem_cache.events.KVCacheEventRecorder.record_remove",
+        "subclass",
+        "nor taken back",
+        ("self", "node"),
+    ),
+    HostName(
+        _SRT + "mem_cache.cache_init_params.CacheInitParams.__init__",
+        "call",
+        "the tree core whose recorder sees nodes",
+        ("self", "tree_core_backend"),
+    ),
+    HostName(_SRT + "runtime_context.get_observability", "call", "whether events are asked for"),
     HostName(_SRT + "managers.schedule_batch.FINISH_ABORT", "call", "an aborted row is not published"),
     HostName(_SRT + "platforms.interface.SRTPlatform", "subclass", "SGLang on a plain CPU"),
     HostName(
@@ -433,6 +491,32 @@ def shared_secret() -> str:
     return str(get_tp_group().broadcast_object(secrets.token_hex(16)))
 
 
+@contextmanager
+def lone_forward(attn_backend: Any, positions_T: Any) -> Iterator[Any]:
+    """Surroundings of one layer's forward outside of the model's: yields the host's ForwardBatch of one prompt.
+
+    Its KV belongs into slots 1 to T, so nothing may be cached yet: a layer may write there.
+    """
+    import torch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+    num_tokens = len(positions_T)
+    one = torch.ones(1, dtype=torch.int64, device=positions_T.device)
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        batch_size=1,
+        input_ids=torch.zeros_like(positions_T),
+        req_pool_indices=0 * one,
+        seq_lens=num_tokens * one,
+        out_cache_loc=torch.arange(1, num_tokens + 1, device=positions_T.device),
+        seq_lens_sum=num_tokens,
+        positions=positions_T,
+    )
+    with forward_context(ForwardContext(attn_backend)):
+        yield batch
+
+
 def install_hooks() -> None:
     """Register and apply the scheduler-side hooks; idempotent. Raises HostContractError."""
     from sglang.srt.environ import envs
@@ -483,7 +567,7 @@ def install_tokenizer_hooks() -> None:
     """Register and apply the hooks of processes that tokenise; idempotent. Raises HostContractError."""
     from sglang.srt.plugins.hook_registry import HookType
 
-    from . import tokenizer_hooks
+    from . import prompt_hooks, tokenizer_hooks
 
     manager, openai = "managers.tokenizer_manager.TokenizerManager.", "entrypoints.openai."
     _install(
@@ -496,6 +580,23 @@ def install_tokenizer_hooks() -> None:
             ),
             openai + "parallel_prompt_encode.parallel_prompt_encode": (
                 tokenizer_hooks.encode_prompt,
+                HookType.AROUND,
+            ),
+            openai + "serving_completions.OpenAIServingCompletion._prepare_echo_prompts": (
+                prompt_hooks.echo_prompts,
+                HookType.AFTER,
+            ),
+            openai + "serving_completions.OpenAIServingCompletion._get_echo_text": (
+                prompt_hooks.echo_text,
+                HookType.AFTER,
+            ),
+            openai + "serving_tokenize.OpenAIServingTokenize._handle_non_streaming_request": (
+                prompt_hooks.tokenize,
+                HookType.AROUND,
+            ),
+            "entrypoints.grpc_bridge.RuntimeHandle.tokenize": (prompt_hooks.tokenize_grpc, HookType.AROUND),
+            "entrypoints.ollama.serving.OllamaServing.handle_chat": (
+                prompt_hooks.ollama_chat,
                 HookType.AROUND,
             ),
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from typing import Any
 
@@ -15,10 +16,12 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.runtime_context import get_observability
 
 from .blocks.manager import BlockManager, plan_of
 from .blocks.match import Namespace
 from .blocks.step import PrefillSteps
+from .kv_events import TREE_CORE, exact_events
 
 
 class BlockReuseCache(UnifiedRadixCache):
@@ -32,6 +35,12 @@ class BlockReuseCache(UnifiedRadixCache):
     blocks: BlockManager
     steps: PrefillSteps
     row_modes: Any = None  # layers.row_modes.RowModes, where the attention backend keeps one
+
+    def __init__(self, params: Any) -> None:
+        announces = bool(get_observability().kv_events_config)  # on every rank, although the first one speaks
+        super().__init__(dataclasses.replace(params, tree_core_backend=TREE_CORE) if announces else params)
+        if announces:
+            self.tree_core.kv_events = exact_events(self.tree_core.kv_events)
 
     def lookup(self, tokens: array[int], namespace: Namespace) -> tuple[int, Any]:
         match = self.match_prefix(MatchPrefixParams(key=_key(tokens, namespace)))

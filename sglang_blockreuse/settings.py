@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .config import Config, ConfigError, load_config
+from .errors import short
 from .layers.plan_loader import LayerPlan, load_plan
 
 TOKENIZER_APP = "sglang_blockreuse.http_app:app"
@@ -45,6 +46,12 @@ def prepare_tokenizer(server_args: Any) -> None:
             f"blocks.{keys[0]} marks blocks in text, but with SGLANG_RUST_SERVER=1 text is tokenised where no "
             "plug-in runs. Unset the variable, or leave the key out and send input_ids with blockreuse_spans."
         )
+    if keys and (server_args.smg_grpc_mode or server_args.grpc_mode):
+        raise ConfigError(
+            f"blocks.{keys[0]} marks blocks in text, but with --smg-grpc-mode (--grpc-mode) the gateway tokenises, "
+            "where no plug-in runs. Drop the flag (--grpc-port serves gRPC beside HTTP), or leave the key out and send "
+            "input_ids with blockreuse_spans."
+        )
     if keys and server_args.skip_tokenizer_init:
         raise ConfigError(
             f"blocks.{keys[0]} marks blocks in text, but --skip-tokenizer-init takes the tokeniser away. "
@@ -54,7 +61,7 @@ def prepare_tokenizer(server_args: Any) -> None:
         path = envs.SGLANG_HTTP_SERVER_APP_PATH
         if keys and path.is_set() and path.get() != TOKENIZER_APP:
             raise ConfigError(
-                f"SGLANG_HTTP_SERVER_APP_PATH is {path.get()!r}, so tokenizer workers would not read "
+                f"SGLANG_HTTP_SERVER_APP_PATH is {short(path.get())}, so tokenizer workers would not read "
                 f"blocks.{keys[0]}. Unset it, use --tokenizer-worker-num 1, or import {TOKENIZER_APP} in it."
             )
         if not path.is_set():
@@ -73,8 +80,8 @@ def require_namespaces(plan: LayerPlan | None, server_args: Any) -> None:
         return
     if server_args.radix_cache_backend != "blockreuse":
         raise ConfigError(
-            f"layer plan {plan.name!r} has layers that are not dense on their own KV, and --radix-cache-backend is "
-            f"{server_args.radix_cache_backend}, which would publish their KV as if it were a full prefill's. "
+            f"layer plan {short(plan.name)} has layers that are not dense on their own KV, and --radix-cache-backend "
+            f"is {server_args.radix_cache_backend}, which would publish their KV as if it were a full prefill's. "
             "Use --radix-cache-backend blockreuse with it."
         )
 

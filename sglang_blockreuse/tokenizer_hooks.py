@@ -21,10 +21,12 @@ from .blocks.mark import (
     cut_at_separator,
     encode,
     fence_documents,
+    joined,
     text_parts,
 )
 from .blocks.request import RequestError
 from .config import BlocksConfig
+from .errors import short
 from .settings import config_of
 
 logger = logging.getLogger(__name__)
@@ -63,8 +65,10 @@ def mark_text(manager: Any, obj: Any) -> None:
         raise RequestError(_BOTH)
     if obj.contains_mm_input():
         raise RequestError(_MEDIA)
-    marked = tokenize_pieces(manager.tokenizer, cut_at_separator(obj.text, separator), {})
-    obj.input_ids = marked.ids
+    pieces = cut_at_separator(obj.text, separator)
+    marked = tokenize_pieces(manager.tokenizer, pieces, {})
+    # the text goes on with the request: it is that of the ids
+    obj.input_ids, obj.text = marked.ids, joined(pieces)
     if marked.spans:
         # a batch may share one dict between its requests
         obj.sampling_params = {**params, "custom_params": {**custom, SPANS: marked.spans}}
@@ -139,7 +143,7 @@ def process_messages(
     wants_parts = _wants_parts(request, custom, config)
     if PARTS in custom:  # it ends here; the scheduler knows spans only
         request.custom_params = {k: v for k, v in custom.items() if k != PARTS}
-    if is_multimodal and (custom.get(PARTS) or _mentions(request.messages, config.separator)):
+    if is_multimodal and (custom.get(PARTS) or mentions(request.messages, config.separator)):
         raise RequestError(_MEDIA)
     if is_multimodal or request.input_ids is not None:
         return original(chat, request, is_multimodal, **kwargs)
@@ -181,7 +185,7 @@ def _wants_parts(request: Any, custom: Mapping[str, Any], config: BlocksConfig) 
     if asked is None:
         return config.parts and not has_spans
     if not isinstance(asked, bool):
-        raise RequestError(f"{PARTS} is {asked!r}, but it must be true or false.")
+        raise RequestError(f"{PARTS} is {short(asked)}, but it must be true or false.")
     if asked and has_spans:
         raise RequestError(f"{PARTS} and {SPANS} are both given. Mark the blocks in one way.")
     if asked and request.input_ids is not None:
@@ -193,14 +197,14 @@ def _check(cut: _ChatCut, request: Any, custom: Mapping[str, Any]) -> None:
     """Refuse marks that contradict each other, or that nobody could read."""
     if cut.twice:
         raise RequestError(
-            f"the chat marks blocks by content parts and by the separator {cut.separator!r}. "
+            f"the chat marks blocks by content parts and by the separator {short(cut.separator)}. "
             f"Mark them in one way; {PARTS}: false leaves parts alone."
         )
     if cut.has_separator and custom.get(SPANS) is not None:
         raise RequestError(_BOTH)
     if cut.num_texts and not _is_left_over(cut, request):
         return
-    if cut.fence is not None or _mentions(request.messages, cut.separator):
+    if cut.fence is not None or mentions(request.messages, cut.separator):
         raise RequestError(
             "blocks are marked, but this chat prompt, or its last message, is not encoded from text that a template "
             f"rendered. Send input_ids and {SPANS}."
@@ -209,12 +213,13 @@ def _check(cut: _ChatCut, request: Any, custom: Mapping[str, Any]) -> None:
 
 def _is_left_over(cut: _ChatCut, request: Any) -> bool:
     """Whether the last message is continued behind the template and still holds a separator."""
-    return bool(getattr(request, "continue_final_message", False)) and _mentions(
+    return bool(getattr(request, "continue_final_message", False)) and mentions(
         request.messages[-1:], cut.separator
     )
 
 
-def _mentions(messages: Sequence[Any], separator: str | None) -> bool:
+def mentions(messages: Sequence[Any], separator: str | None) -> bool:
+    """Whether a separator stands in a text of chat messages."""
     if separator is None:
         return False
     texts: list[Any] = []

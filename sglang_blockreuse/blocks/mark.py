@@ -74,6 +74,11 @@ def cut_at_separator(text: str, separator: str) -> list[Piece]:
     return [Piece(first, False), *(Piece(m, True) for m in middle if m), Piece(last, False)]
 
 
+def joined(pieces: Sequence[Piece]) -> str:
+    """The text of the prompt that the pieces make: what its tokens spell."""
+    return "".join(piece.text for piece in pieces)
+
+
 def cut_at_fences(text: str, fence: Fence) -> list[Piece] | None:
     """Pieces of a rendered template; None where the template did not leave the marks in pairs, in order."""
     pieces, position = [], 0

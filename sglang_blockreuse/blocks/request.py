@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import reprlib
 import sys
 from collections.abc import Mapping, Sequence
 from operator import le, lt
 from typing import Any
 
-from ..config import BUDGET_RULE, POLICIES, BlocksConfig, is_budget
+from ..config import BUDGET_RULE, MAX_TOKENS, POLICIES, BlocksConfig, is_budget
+from ..errors import short
 from ..types import MODES, BlockOptions, Interval
 from .paths import PREFIX as PATH_PREFIX
 
 PREFIX = "blockreuse_"
-MAX_NUMBER = 2**31 - 1  # of tokens; what is beyond says the same as this
-
-
-class _Repr(reprlib.Repr):
-    """Looks at the beginning of a value only."""
-
-    def repr_dict(self, x: Any, level: int) -> str:
-        return "an object"  # `reprlib` would sort the keys of a large one
-
-
-_REPR = _Repr()
-_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
 KEYS = (
     "blockreuse_mode",
     "blockreuse_spans",
@@ -50,7 +38,7 @@ def parse_options(
     end off (was_cut), they are cut with it. Raises RequestError.
     """
     if params is not None and not isinstance(params, Mapping):
-        raise RequestError(f"custom_params is {_short(params)}, but it must be an object with keys.")
+        raise RequestError(f"custom_params is {short(params)}, but it must be an object with keys.")
     # null means the same as leaving a key out
     given = {
         k: v
@@ -59,23 +47,23 @@ def parse_options(
     }
     unknown = sorted(given.keys() - set(KEYS))
     if unknown:
-        raise RequestError(f"custom_params.{unknown[0][:60]} is unknown. Allowed: {', '.join(KEYS)}.")
+        raise RequestError(f"custom_params.{short(unknown[0])[1:-1]} is unknown. Allowed: {', '.join(KEYS)}.")
 
     mode = given.get("blockreuse_mode", "reuse")
     if mode not in MODES:
-        raise RequestError(f"blockreuse_mode is {_short(mode)}, but it must be one of {', '.join(MODES)}.")
+        raise RequestError(f"blockreuse_mode is {short(mode)}, but it must be one of {', '.join(MODES)}.")
     _check_parts(given.get("blockreuse_parts", False))
     policy = given.get("blockreuse_policy", config.policy)
     if policy not in POLICIES:
         raise RequestError(
-            f"blockreuse_policy is {_short(policy)}, but it must be one of {', '.join(POLICIES)}."
+            f"blockreuse_policy is {short(policy)}, but it must be one of {', '.join(POLICIES)}."
         )
     tau = given.get("blockreuse_tau")
-    if tau is not None and not (_is_int(tau) and 0 <= tau <= MAX_NUMBER):
-        raise RequestError(f"blockreuse_tau is {_short(tau)}, but it must be a number of tokens, 0 or more.")
+    if tau is not None and not (_is_int(tau) and 0 <= tau <= MAX_TOKENS):
+        raise RequestError(f"blockreuse_tau is {short(tau)}, but it must be a number of tokens, 0 or more.")
     budget = given.get("blockreuse_budget")
-    if budget is not None and not (_is_small(budget) and is_budget(budget)):
-        raise RequestError(f"blockreuse_budget is {_short(budget)}, but it must be {BUDGET_RULE}.")
+    if budget is not None and not is_budget(budget):
+        raise RequestError(f"blockreuse_budget is {short(budget)}, but it must be {BUDGET_RULE}.")
     if tau is None and budget is None:
         tau = config.tau
     sent_len = sys.maxsize if was_cut else prompt_len
@@ -101,7 +89,7 @@ def parse_options(
 def _check_parts(parts: Any) -> None:
     """Parts are cut where chat messages are tokenised; what is left of the key here is false or a mistake."""
     if not isinstance(parts, bool):
-        raise RequestError(f"blockreuse_parts is {_short(parts)}, but it must be true or false.")
+        raise RequestError(f"blockreuse_parts is {short(parts)}, but it must be true or false.")
     if parts:
         raise RequestError(
             "blockreuse_parts is true, but this prompt does not come from chat messages with content parts. Use it on "
@@ -115,12 +103,12 @@ def _parse_question(pair: Any, prompt_len: int) -> Interval | None:
         return None
     if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(_is_int(x) for x in pair):
         raise RequestError(
-            f"blockreuse_question is {_short(pair)}, but it must be [start, end], token positions."
+            f"blockreuse_question is {short(pair)}, but it must be [start, end], token positions."
         )
     start, end = pair
     if not 0 <= start < end <= prompt_len:
         raise RequestError(
-            f"blockreuse_question is {_short([start, end])}, but it must be a span inside the prompt: "
+            f"blockreuse_question is {short([start, end])}, but it must be a span inside the prompt: "
             f"0 <= start < end <= {prompt_len}."
         )
     return Interval(start, end)
@@ -138,7 +126,7 @@ def parse_spans(flat: Any, prompt_len: int, *, sent_len: int | None = None) -> t
     first = flat[: 2 * (prompt_len + 1)] if is_list else flat
     if not is_list or not set(map(type, first)) <= {int}:
         raise RequestError(
-            f"blockreuse_spans is {_short(first)}, but it must be a flat list of integers "
+            f"blockreuse_spans is {short(first)}, but it must be a flat list of integers "
             "[start1, end1, start2, end2, ...], half-open token positions."
         )
     if len(flat) % 2:
@@ -156,7 +144,7 @@ def _what_is_wrong(starts: Sequence[int], ends: Sequence[int], prompt_len: int) 
     at = next(
         i for i, (s, e) in enumerate(zip(starts, ends, strict=True)) if not before[i] <= s < e <= prompt_len
     )
-    where = f"blockreuse_spans[{2 * at}:{2 * at + 2}] = {_short([starts[at], ends[at]])}"
+    where = f"blockreuse_spans[{2 * at}:{2 * at + 2}] = {short([starts[at], ends[at]])}"
     if starts[at] >= ends[at]:
         return f"{where} is empty or reversed. A span is [start, end) with start < end."
     if starts[at] < 0 or ends[at] > prompt_len:
@@ -171,7 +159,7 @@ def check_extra_key(extra_key: str | None) -> None:
     """Refuse a namespace of ours, which holds local KV. Raises RequestError."""
     if extra_key is not None and extra_key.startswith(PATH_PREFIX):
         raise RequestError(
-            f"extra_key is {_short(extra_key)}, but keys that begin with {PATH_PREFIX!r} are reserved. "
+            f"extra_key is {short(extra_key)}, but keys that begin with {PATH_PREFIX!r} are reserved. "
             "Choose another one."
         )
 
@@ -193,13 +181,3 @@ def check_prompt(tokens: Sequence[int], *, vocab_size: int, logprob_start_len: i
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_small(value: Any) -> bool:
-    """Whether arithmetic with the number cannot overflow."""
-    return not isinstance(value, int) or abs(value) <= MAX_NUMBER
-
-
-def _short(value: Any) -> str:
-    """What a client sent, as far as a message needs it; never the whole of something long."""
-    return _REPR.repr(value)

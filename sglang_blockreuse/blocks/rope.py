@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..host import lone_forward
 from ..kernels.reference import cached_cos_sin, rotate_keys
 
 # Dims: T tokens, H key heads of this rank, D head dim
-
-logger = logging.getLogger(__name__)
 
 # Classes whose table is m * (cos, sin)(position * frequency), so that a rotation by a
 # difference of positions follows from two of its rows.
@@ -62,12 +59,15 @@ class RopeGroup:
         return cached_cos_sin(self.table, old_T, new_T)
 
 
-def find_ropes(model: torch.nn.Module, num_layers: int) -> list[RopeGroup]:
-    """Group the model's layers by rotary embedding; each group and each layer is put to the test.
+def find_ropes(model: torch.nn.Module, num_layers: int, *, attn_backend: Any = None) -> list[RopeGroup]:
+    """Group the model's layers by how their keys depend on positions; each group and each layer is put to the test.
 
-    Every attention layer must be accounted for, and some layer must have a rotary
-    embedding: otherwise positions enter elsewhere, say by learned embeddings, and a moved
-    block would keep its old ones. Raises UnsupportedRope with the name of what cannot be served.
+    Every attention layer must be accounted for, must run alone, and must move its keys as its rotary embedding says
+    or not depend on positions at all, whether it owns a rotary embedding or not. Some layer must depend on them:
+    otherwise positions enter elsewhere, say by learned embeddings, and a moved block would keep its old ones.
+
+    attn_backend: the server's, whose pool a layer may read or write; None where no layer does.
+    Raises UnsupportedRope with the name of what cannot be served.
     """
     modules = dict(_attention_modules(model))
     missing = sorted(set(range(num_layers)) - modules.keys())
@@ -80,20 +80,22 @@ def find_ropes(model: torch.nn.Module, num_layers: int) -> list[RopeGroup]:
     for layer_id, module in sorted(modules.items()):
         rope = getattr(module, "rotary_emb", None)
         by_rope.setdefault(id(rope), (rope, []))[1].append(layer_id)
-    if all(rope is None for rope, _ in by_rope.values()):
-        raise UnsupportedRope(
-            f"{type(model).__name__} has no rotary embedding in any layer (attribute rotary_emb), so positions enter "
-            "elsewhere, and a block's keys and values cannot be moved to another position"
-        )
-    groups = []
+    groups: list[RopeGroup] = []
+    still: list[int] = []
     for rope, layers in by_rope.values():
         group = _group(rope, tuple(layers))
-        if rope is not None:
+        if group.table is not None:
             _check_table(rope, group)
-        for layer in layers:
-            _check_layer(modules[layer], layer, group)
-        groups.append(group)
-    return groups
+        turned = [at for at in layers if not _is_still(modules[at], at, group, attn_backend)]
+        if turned:
+            groups.append(replace(group, layers=tuple(turned)))
+        still += [at for at in layers if at not in turned]
+    if not groups:
+        raise UnsupportedRope(
+            f"{type(model).__name__} has no rotary embedding in any layer (attribute rotary_emb) that its keys are "
+            "turned by, so positions enter elsewhere, and a block's keys and values cannot be moved to another position"
+        )
+    return [*groups, RopeGroup("none", tuple(sorted(still)), None, True)] if still else groups
 
 
 def _attention_modules(model: torch.nn.Module) -> Iterator[tuple[int, torch.nn.Module]]:
@@ -173,37 +175,44 @@ def _check_table(rope: Any, group: RopeGroup) -> None:
         )
 
 
-def _check_layer(module: torch.nn.Module, layer: int, group: RopeGroup) -> None:
-    """Run the layer's own code on the same hidden states at two positions and move one result onto the other.
+def _is_still(module: torch.nn.Module, layer: int, group: RopeGroup, attn_backend: Any) -> bool:
+    """Run the layer's own code on the same hidden states at two positions: True where its keys are the same, False
+    where the rotation of `group` moves one result onto the other.
 
-    A layer may own a rotary embedding and not use it, or encode positions in another way; only
-    its code knows. Raises UnsupportedRope. A layer with a rotary embedding that cannot be run
-    alone is accepted with a warning; one without is refused, because nothing speaks for it.
+    A layer may own a rotary embedding and not use it, take another one from the model, or encode positions in another
+    way; only its code knows. Raises UnsupportedRope for what is neither, and for a layer that cannot be run alone:
+    nothing speaks for it.
     """
-    old_T, new_T = _probe_positions(group)
     device = next(module.parameters()).device
-    old_T, new_T = old_T.to(device), new_T.to(device)
+    old_T, new_T = (positions_T.to(device) for positions_T in _probe_positions(group))
     try:
-        old_THD, new_THD = _keys_at(module, old_T), _keys_at(module, new_T)
+        old_THD, new_THD = (_keys_at(module, at_T, attn_backend) for at_T in (old_T, new_T))
     except Exception as error:  # whatever a model's forward raises without a server around it
-        if group.table is None:
-            raise UnsupportedRope(
-                f"layer {layer} ({type(module).__name__}) has no rotary_emb and could not be run alone ({error!r}), "
-                "so how it encodes positions is unknown"
-            ) from error
-        logger.warning("blockreuse: layer %d could not be run alone at start-up: %r", layer, error)
-        return
-    moved = rotate_keys(old_THD, *group.cos_sin(old_T, new_T), is_neox=group.is_neox)
-    scale = new_THD.float().abs().max().item()
-    error_ratio = (moved.float() - new_THD.float()).abs().max().item() / scale if scale else 0.0
+        raise UnsupportedRope(
+            f"layer {layer} ({type(module).__name__}) could not be run alone ({error!r}), so how it encodes positions "
+            "is unknown: what it takes from the model may be another rotary embedding than its own"
+        ) from error
     dtypes = {new_THD.dtype, getattr(getattr(module, "rotary_emb", None), "dtype", torch.float32)}
     allowed = max(LAYER_TOLERANCE.get(dtype, LAYER_TOLERANCE[torch.bfloat16]) for dtype in dtypes)
+    if _error_ratio(old_THD, new_THD) <= allowed:
+        return True
+    error_ratio = float("inf")
+    if group.table is not None:
+        moved_THD = rotate_keys(old_THD, *group.cos_sin(old_T, new_T), is_neox=group.is_neox)
+        error_ratio = _error_ratio(moved_THD, new_THD)
     if not error_ratio <= allowed:
         raise UnsupportedRope(
             f"layer {layer} ({type(module).__name__}): a key moved by the rotation of {group.name} differs from the "
             f"key that the layer computes at the new position by {error_ratio:.1e} of the largest (allowed "
             f"{allowed:.0e}), so the layer encodes positions in another way"
         )
+    return False
+
+
+def _error_ratio(found_THD: Tensor, wanted_THD: Tensor) -> float:
+    """Largest difference, of the largest number wanted."""
+    scale = wanted_THD.float().abs().max().item()
+    return (found_THD.float() - wanted_THD.float()).abs().max().item() / scale if scale else 0.0
 
 
 class _Captured(Exception):
@@ -211,11 +220,14 @@ class _Captured(Exception):
 
 
 @torch.no_grad()
-def _keys_at(module: torch.nn.Module, positions_T: Tensor) -> Tensor:
-    """Keys [T, H, D] that the module hands to attention for fixed random hidden states at `positions_T`."""
+def _keys_at(module: torch.nn.Module, positions_T: Tensor, attn_backend: Any) -> Tensor:
+    """Keys [T, H, D] that the pool gets from the module for fixed random hidden states at `positions_T`."""
     found: list[Tensor] = []
 
-    def capture(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def capture(q: Tensor, k: Tensor, *args: Any, save_kv_cache: bool = True, **kwargs: Any) -> Tensor:
+        if not save_kv_cache:
+            # the layer turned and wrote them in one kernel; what it hands on need not be what it wrote
+            k = attn_backend.token_to_kv_pool.get_key_buffer(attention.layer_id)[forward_batch.out_cache_loc]
         found.append(k.reshape(len(positions_T), attention.tp_k_head_num, -1).clone())
         raise _Captured
 
@@ -225,16 +237,17 @@ def _keys_at(module: torch.nn.Module, positions_T: Tensor) -> Tensor:
         len(positions_T), _input_size(module, weight), generator=torch.Generator().manual_seed(1)
     )
     dtype = weight.dtype if weight.dtype in LAYER_TOLERANCE else torch.get_default_dtype()
-    given = {
-        "positions": positions_T,
-        "position_ids": positions_T,
-        "hidden_states": hidden_TD.to(device=positions_T.device, dtype=dtype),
-        "forward_batch": SimpleNamespace(),
-    }
     names = inspect.signature(module.forward).parameters
     attention.forward = capture
     try:
-        module(**{name: value for name, value in given.items() if name in names})
+        with lone_forward(attn_backend, positions_T) as forward_batch:
+            given = {
+                "positions": positions_T,
+                "position_ids": positions_T,
+                "hidden_states": hidden_TD.to(device=positions_T.device, dtype=dtype),
+                "forward_batch": forward_batch,
+            }
+            module(**{name: value for name, value in given.items() if name in names})
     except _Captured:
         pass
     finally:

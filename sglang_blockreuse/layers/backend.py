@@ -10,6 +10,7 @@ import logging
 from typing import Any
 
 from ..config import Config, ConfigError
+from ..errors import short
 from ..settings import config_of, runnable_plan
 from .plan import BoundPlan
 
@@ -59,8 +60,8 @@ def _cpu(runner: Any, config: Config, plan: BoundPlan | None) -> Any:
 def _cuda(runner: Any, config: Config, plan: BoundPlan | None) -> Any:
     if plan is not None and not plan.is_dense:
         raise ConfigError(
-            f"layer plan {config.layers.plan!r} (--layer-plan or layers.plan) has layers that are not dense, or not on "
-            "KV of their own (kv_from), which is served on the CPU only in this version. Choose full on CUDA."
+            f"layer plan {short(config.layers.plan)} (--layer-plan or layers.plan) has layers that are not dense, or "
+            "not on KV of their own (kv_from), which is served on the CPU only in this version. Choose full on CUDA."
         )
     if config.kernels == "reference":
         raise ConfigError("kernels is 'reference', but on CUDA it must be auto, triton or flashinfer.")

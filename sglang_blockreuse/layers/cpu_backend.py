@@ -18,14 +18,17 @@ from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from ..blocks.rows import fold_of
+from ..host import sum_over_ranks
 from ..kernels.cpu_attention import AttentionPlan, KeyBias, Workspace, plan_attention, run_attention
 from .decode_step import Batch, Step
 from .index_weights import model_identity
 from .plan import BoundPlan
 from .plan_support import unsupported_sharing
+from .ranks import Ranks
 from .repair_step import ExtendBatch, RepairStep
 from .row_modes import RowModes
 from .sparse_decode import SparseDecoder, warm_up
@@ -217,12 +220,21 @@ def _sparse_decoder(runner: Any, plan: BoundPlan | None, timing: bool) -> Sparse
         num_q_heads=layer.tp_q_head_num,
         k_pools=runner.token_to_kv_pool.k_buffer,
         model_identity=_identity(runner) if plan.weights_file is not None else None,
+        ranks=_ranks(runner.model_config),
         timing=timing,
     )
     if decoder.keys is not None:
         logger.info("blockreuse: index keys take %.1f MB beside the pool", decoder.keys.num_bytes / 1e6)
     warm_up(decoder, keys, layer.tp_q_head_num)
     return decoder
+
+
+def _ranks(model_config: Any) -> Ranks | None:
+    """The tensor-parallel ranks, whose heads score together; None for one rank."""
+    num_ranks = get_parallel().tp_size
+    if num_ranks == 1:
+        return None
+    return Ranks(num_ranks, model_config.get_total_num_kv_heads(), sum_over_ranks)
 
 
 def _identity(runner: Any) -> str:

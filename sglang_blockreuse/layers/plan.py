@@ -20,6 +20,8 @@ from typing import Annotated, Literal, Self
 import msgspec
 from msgspec import UNSET, Meta, Struct
 
+from ..errors import short
+
 Role = Literal["dense", "full", "reindex", "reuse"]
 Attend = Literal["selected", "all"]
 Prefill = Literal["dense", "sparse"]
@@ -49,8 +51,7 @@ class PlanError(ValueError):
 
 
 def _shown(value: object) -> str:
-    text = "nothing" if value is UNSET else repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return "nothing" if value is UNSET else short(value)
 
 
 class _Strict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

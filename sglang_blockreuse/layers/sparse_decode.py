@@ -16,7 +16,8 @@ what a scorer reads in place of the keys stands in `index_keys` and `page_index`
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numba
 import numpy as np
@@ -32,12 +33,14 @@ from .decode_counts import StepCounter
 from .decode_step import NO_BIAS, NO_TAGS, Batch, DenseRows, SparseRows, Step, subset
 from .plan import BoundLayer, BoundPlan
 from .plan_support import unsupported_plan
+from .ranks import Ranks, unsupported_over_ranks
 from .scorers import Scores, make_index_keys
 from .share_state import ShareState, digest
 from .step_clock import RunningClock, StepClock
 
 
-class _Scored(NamedTuple):
+@dataclass(slots=True)
+class _Scored:
     """What `cpu_select.score` took and left."""
 
     rows: Rows
@@ -45,6 +48,7 @@ class _Scored(NamedTuple):
     pooled_R: Any
     shares_RQW: Any
     page_size: int
+    summed_R1W: Any = None  # over the queries of all ranks, once a list needed it
 
 
 class SparseDecoder:
@@ -62,12 +66,16 @@ class SparseDecoder:
         k_pools: Sequence[Tensor],
         model_identity: str | None = None,
         metrics: Metrics | None = None,
+        ranks: Ranks | None = None,
         strict: bool = False,
         timing: bool = False,
     ) -> None:
+        """k_pools, num_q_heads: of this rank; ranks: None where it is the only one."""
         k_pool_SHD = k_pools[0]
         _, num_heads, head_dim = k_pool_SHD.shape
         reasons = list(unsupported_plan(plan, k_pool_SHD, num_q_heads))
+        if ranks is not None:
+            reasons += unsupported_over_ranks(plan, ranks)
         if reasons or plan.selection is None:
             raise NotImplementedError(
                 f"layer plan {plan.name} ({plan.source}): sparse decode on the CPU does not compute this plan: "
@@ -92,6 +100,9 @@ class SparseDecoder:
         # windows by request slot (int32), where rows differ in what is forced
         self.windows_B: Any = None
         self._counter = StepCounter(plan)
+        # lists that ranks make together; where each KV head has its own, nothing is
+        together = "layer" in (plan.scorer.heads, plan.scorer.lends)
+        self.ranks = ranks if together else None
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -216,6 +227,8 @@ class SparseDecoder:
             yield every, step.rows, self._full(layer, step, q, k_SHD)
             return
         table, fresh_R = self.state.take(layer)
+        if self.ranks is not None:
+            fresh_R = self.ranks.everywhere(fresh_R).view(np.uint8)
         stale = np.flatnonzero(fresh_R == 0)
         if len(stale):
             self.metrics.add("decode_own_scans_total", len(stale), role=layer.role)
@@ -272,6 +285,9 @@ class SparseDecoder:
     def _resume(self, layer: BoundLayer, step: SparseRows, extended: Table) -> Any:
         """Fill `extended` with the layer's last pools and what came since; uint8 [R], 0: the row scans."""
         table, seen_R, age_R = self.state.resume(layer)
+        if self.ranks is not None:
+            resumes_R = self.ranks.everywhere(seen_R)
+            seen_R, age_R = seen_R * resumes_R, age_R * resumes_R
         cpu_select.extend(step.rows, table, seen_R, extended)
         pooled_R = (seen_R > 0).astype(np.uint8)
         lens_R, sizes_R = step.rows.lens_R, extended.counts[step.rows.requests_R]
@@ -314,12 +330,21 @@ class SparseDecoder:
         return _Scored(rows, pool, pooled_R, *shares)
 
     def _keep(self, scored: _Scored, out: Table, *, part: str = "top_k") -> None:
+        """Keep what scored best. One list for a layer is ranked by the heads of all ranks."""
         self.clock.lap("rest")
-        rows, pool, pooled_R, shares_RQW, page_size = scored
+        rows, shares_RQW = scored.rows, scored.shares_RQW
+        scorer = self.plan.scorer
+        heads = scorer.heads if out is self.state.own else scorer.lends
+        if self.ranks is not None and heads == "layer":
+            if scored.summed_R1W is None:
+                scored.summed_R1W = self.ranks.shares(shares_RQW)
+            shares_RQW = scored.summed_R1W
         sinks, window = self.selection.sink, self.selection.window
         if self.windows_B is not None:
             window = self.windows_B[rows.requests_R]
-        cpu_select.keep(rows, pool, pooled_R, shares_RQW, sinks, window, out, page_size=page_size)
+        cpu_select.keep(
+            rows, scored.pool, scored.pooled_R, shares_RQW, sinks, window, out, page_size=scored.page_size
+        )
         self.clock.lap(part)
 
 

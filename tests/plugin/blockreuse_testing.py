@@ -14,6 +14,7 @@
     testing_dense_repair: true      repair is dense although the plan has `prefill: sparse`
     testing_short_repair: true      repair tokens whose keys are fewer than final_k go the way of the others
     testing_mute: true              announce no write of KV to the index keys, until another request is admitted
+    testing_own_heads: true         tensor-parallel ranks choose by their own heads, until another request is admitted
 
 The variable BLOCKREUSE_TESTING_ROPE_BASE moves keys wrongly from the server's start on; BLOCKREUSE_TESTING_AUDIT is the
 number of steps in which every index key is checked. BLOCKREUSE_TESTING_CLOCK: see blockreuse_clock.py.
@@ -51,6 +52,7 @@ def register():
     for store in ("index_keys.IndexKeys", "page_index.PageIndex"):
         HookRegistry.register(f"sglang_blockreuse.layers.{store}.written", mute, HookType.AROUND)
         HookRegistry.register(f"sglang_blockreuse.layers.{store}.begin", audit, HookType.BEFORE)
+    HookRegistry.register("sglang_blockreuse.layers.ranks.Ranks.shares", of_own_heads, HookType.AROUND)
 
     if "BLOCKREUSE_TESTING_CLOCK" in os.environ:
         import blockreuse_clock
@@ -139,6 +141,7 @@ STALE = {}  # request slot -> field
 STALE_REPAIR = {}  # keys of a repair token -> field; tests that set it send one request at a time
 
 muted = False
+own_heads = False
 repair_is_dense = False
 short_repair_is_sparse = False
 
@@ -154,8 +157,13 @@ def audit(keys, rows):
     index_keys.AUDIT_PERIOD = int(os.environ.get("BLOCKREUSE_TESTING_AUDIT", index_keys.AUDIT_PERIOD))
 
 
+def of_own_heads(original, ranks, shares):
+    return shares.sum(1, keepdims=True) if own_heads else original(ranks, shares)
+
+
 def note_stale(result, modes, reqs):
-    global muted, repair_is_dense, short_repair_is_sparse
+    global muted, own_heads, repair_is_dense, short_repair_is_sparse
+    own_heads = any(knob(req, "testing_own_heads") for req in reqs)
     muted = any(knob(req, "testing_mute") for req in reqs)
     repair_is_dense = any(knob(req, "testing_dense_repair") for req in reqs)
     short_repair_is_sparse = any(knob(req, "testing_short_repair") for req in reqs)

@@ -168,7 +168,7 @@ def test_an_error_says_file_place_value_rule_and_fix_and_survives_pickling():
         ("? [1]\n: 2", "plan.yaml", ["unhashable"]),
         ("name: 2024-99-99", "plan.yaml", ["not YAML", "month"]),
         ("name: \x00", "plan.yaml", ["not YAML"]),
-        ("layers: &a [*a]", "plan.yaml", ["layers[0]: got [[...]]", "a mapping"]),
+        ("layers: &a [*a]", "plan.yaml", ["layers[0]: got [[", "a mapping"]),
         ("layers: [", "plan.yaml", ["line 1"]),
         ("{", "plan.json", ["line 1, column 2", "not JSON"]),
         ("", "plan.yaml", ["got None", "a mapping"]),

@@ -290,6 +290,8 @@ class TestStartUp:
             "radix_cache_backend": "blockreuse",
             "skip_tokenizer_init": False,
             "tokenizer_worker_num": 1,
+            "smg_grpc_mode": False,
+            "grpc_mode": False,
         }
         prepare_tokenizer(SimpleNamespace(**{**server, **settings}))
 
@@ -301,6 +303,11 @@ class TestStartUp:
         monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
         with pytest.raises(ConfigError, match=r"blocks\.separator.*SGLANG_RUST_SERVER"):
             self.prepare(tmp_path, monkeypatch)
+
+    @pytest.mark.parametrize("flag", ["smg_grpc_mode", "grpc_mode"])
+    def test_with_a_gateway_that_tokenises(self, tmp_path, monkeypatch, flag):
+        with pytest.raises(ConfigError, match=r"blocks\.separator.*--smg-grpc-mode"):
+            self.prepare(tmp_path, monkeypatch, **{flag: True})
 
     def test_with_workers_that_run_another_application(self, tmp_path, monkeypatch):
         monkeypatch.setenv("SGLANG_HTTP_SERVER_APP_PATH", "elsewhere:app")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import sglang  # noqa: F401  settles the platform before its layers are imported
 import torch
 from sglang.srt.layers.rotary_embedding import get_rope
+from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 from tolerances import MOVED_KEY
 
 from sglang_blockreuse.blocks.rope import UnsupportedRope, find_ropes
@@ -108,6 +111,34 @@ def test_layers_are_grouped_by_their_rotary_embedding():
     ]
 
 
+def test_a_layer_that_owns_a_rotary_embedding_and_does_not_use_it_keeps_its_keys():
+    """Its code is asked, not its attributes."""
+    rope = make_rope("default")
+    unused = Attention(1, rope, encode=lambda positions, k: k)
+    turned, still = find_ropes(model_of(Attention(0, rope), unused, Attention(2, rope)), 3)
+    assert (turned.layers, still.layers, still.name) == ((0, 2), (1,), "none")
+    assert still.cos_sin(torch.tensor([3]), torch.tensor([900]))[0].shape[1] == 0, "nothing is turned"
+
+
+def test_keys_that_a_layer_writes_itself_are_read_where_it_wrote_them():
+    """A kernel may turn and write keys at once; what it leaves in the tensor that it was given is its own affair."""
+    rope = make_rope("default")
+    pool = SimpleNamespace(keys_SHD=torch.full((64, HEADS, HEAD_DIM), torch.nan))
+    pool.get_key_buffer = lambda layer_id: pool.keys_SHD
+    backend = SimpleNamespace(token_to_kv_pool=pool)
+
+    class Fused(Attention):
+        def forward(self, positions, hidden_states, forward_batch):
+            k = self.qk_proj(hidden_states)
+            turned = rope(positions, k.clone(), k.clone())[1].unflatten(-1, (HEADS, HEAD_DIM))
+            assert get_token_to_kv_pool() is pool
+            pool.keys_SHD[forward_batch.out_cache_loc] = turned
+            return self.attn(k, k, k, forward_batch, save_kv_cache=False)
+
+    (group,) = find_ropes(model_of(Fused(0, rope)), 1, attn_backend=backend)
+    assert group.name == "RotaryEmbedding"
+
+
 class TestRefused:
     """Planted faults: each is a model that would answer nonsense from moved blocks."""
 
@@ -138,11 +169,6 @@ class TestRefused:
         odd = Attention(0, rope, encode=lambda positions, k: swapped(positions, k.clone(), k)[1])
         self.expect("layer 0 .* encodes positions in another way", odd)
 
-    def test_a_layer_that_owns_a_rotary_embedding_and_does_not_use_it(self):
-        rope = make_rope("default")
-        unused = Attention(1, rope, encode=lambda positions, k: k)
-        self.expect("layer 1 .* encodes positions in another way", Attention(0, rope), unused)
-
     def test_a_layer_whose_rotary_embedding_has_another_name(self):
         rope = make_rope("default")
         hidden = Attention(1, None, encode=lambda positions, k: rope(positions, k.clone(), k)[1])
@@ -151,15 +177,23 @@ class TestRefused:
     def test_a_model_without_any_rotary_embedding(self):
         self.expect("no rotary embedding in any layer", Attention(0, None, encode=lambda positions, k: k))
 
+    def test_a_model_whose_layers_own_a_rotary_embedding_and_use_it_nowhere(self):
+        """Positions must enter somewhere, and here nobody knows where."""
+        unused = Attention(0, make_rope("default"), encode=lambda positions, k: k)
+        self.expect("no rotary embedding in any layer", unused)
+
     def test_a_layer_that_nothing_is_known_of(self):
         with pytest.raises(UnsupportedRope, match=r"layers \[1\] of ModuleList"):
             find_ropes(model_of(Attention(0, make_rope("default"))), 2)
 
-    def test_a_layer_without_rotary_embedding_that_cannot_be_run(self):
+    @pytest.mark.parametrize("owns", [True, False], ids=["with rotary embedding", "without"])
+    def test_a_layer_that_cannot_be_run_alone(self, owns):
         def broken(positions, k):
             raise RuntimeError("needs a server")
 
-        self.expect("could not be run alone", Attention(0, make_rope("default")), Attention(1, None, broken))
+        rope = make_rope("default")
+        message = r"layer 1 \(Attention\) could not be run alone \(RuntimeError\('needs a server'\)\)"
+        self.expect(message, Attention(0, rope), Attention(1, rope if owns else None, broken))
 
     @pytest.mark.parametrize(
         ("name", "scaling"),
@@ -181,11 +215,3 @@ class TestRefused:
     def test_what_is_not_a_table_of_one_rotation_by_name(self, name, scaling):
         rope = get_rope(HEAD_DIM, HEAD_DIM, 2 * ORIGINAL, 10_000, True, scaling)
         self.expect(f"rotary embedding {name} .* is not supported", Attention(0, rope))
-
-
-def test_a_layer_that_cannot_be_run_alone_is_accepted_with_a_warning(caplog):
-    def broken(positions, k):
-        raise RuntimeError("needs a server")
-
-    assert find_ropes(model_of(Attention(0, make_rope("default"), broken)), 1)
-    assert "layer 0 could not be run alone" in caplog.text

@@ -9,7 +9,8 @@ Rows.  Row r reads the index entries kv_indices[kv_indptr[r] : kv_indptr[r + 1]]
        stands in slot kv_indices[kv_indptr[r] + j // page_size] * page_size + j % page_size; with page_size 1
        entries are slots. kv_lens_R gives the number of keys where the entries do not: page_size > 1, or
        fixed-width lists that are filled in part.
-Tags.  One uint8 per slot: bit 0 local, bit 1 false sink. The logit of query i and key j is
+Tags.  One uint8 per slot: bit 0 local, bit 1 false sink (the source's S', which leaves out the true sinks, the first s
+       tokens of the sequence). The logit of query i and key j is
        s_ij = scale * q_i . k_j + alpha * [local_j] + beta * [false sink_j].
 Sums run in float64 for float64 operands and in float32 for every other dtype; log-sum-exps are natural.
 """
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 TAG_LOCAL = 1  # bit 0: the slot's KV differs from what a full prefill would have written
-TAG_FALSE_SINK = 2  # bit 1: a leading token of a block that is not the first
+TAG_FALSE_SINK = 2  # bit 1: a leading token of a block that is not the first, and no true sink
 NUM_TAG_CLASSES = 4
 
 # Integer types that carry the bits of a storage type: a copy keeps every bit, NaN payloads and -0 included.

@@ -13,16 +13,13 @@ from .blocks.step import PrefillSteps
 from .blocks.tags import SlotTags
 from .config import Config
 from .errors import short
-from .host import install_hooks, require_contract, shared_secret, sum_over_ranks
+from .features import UnsupportedServer, check_server
+from .host import any_over_ranks, install_hooks, require_contract, shared_secret, sum_over_ranks
 from .kernels.dispatch import Dispatcher
 from .metrics import Metrics
 from .settings import config_of
 
 logger = logging.getLogger(__name__)
-
-
-class UnsupportedServer(ValueError):
-    """A server setting that block reuse does not work with; what, why and what to do."""
 
 
 def create_radix_cache(ctx: Any) -> Any:
@@ -57,6 +54,8 @@ def create_radix_cache(ctx: Any) -> Any:
         num_layers=ctx.model_config.num_hidden_layers,
         shared_layers=getattr(ctx.tp_worker.model_runner.attn_backend, "readers", ()),
         reduce=sum_over_ranks,
+        any_rank=any_over_ranks,
+        max_forward_tokens=_max_forward_tokens(),
         tags=_tags(ctx, config),
     )
     _report_memory(ctx.model_config.num_hidden_layers, cache.kv_memory())
@@ -66,81 +65,13 @@ def create_radix_cache(ctx: Any) -> Any:
     return cache
 
 
-def check_server(ctx: Any) -> None:
-    """Refuse what is not supported. Raises UnsupportedServer."""
-    from sglang.srt.runtime_context import get_disagg, get_exec, get_memory, get_parallel, get_spec
+def _max_forward_tokens() -> int | None:
+    """What the server's settings let one prefill forward compute."""
+    from sglang.srt.runtime_context import get_schedule
 
-    memory, parallel = get_memory(), get_parallel()
-    attention = get_exec().kernel.attention_backend
-    prefill = get_exec().kernel.prefill_attention_backend
-    decode = get_exec().kernel.decode_attention_backend
-    rules: list[tuple[bool, str, str]] = [
-        (
-            {attention, prefill, decode} - {None} != {"blockreuse"},
-            f"the attention backend is {attention} (prefill: {prefill}, decode: {decode}), but only blockreuse "
-            "computes several stretches of one prompt in one step",
-            "Use --attention-backend blockreuse, without --prefill- or --decode-attention-backend.",
-        ),
-        (
-            ctx.disable_radix_cache,
-            "--disable-radix-cache takes away the tree that holds the blocks",
-            "Drop one of the two flags.",
-        ),
-        (
-            ctx.params.page_size != 1,
-            f"--page-size is {ctx.params.page_size}, but blocks are cut at single tokens",
-            "Use --page-size 1.",
-        ),
-        (
-            get_spec().speculative_algorithm is not None,
-            f"speculative decoding ({get_spec().speculative_algorithm}) needs hidden states of every prompt "
-            "token, which a copied token does not have",
-            "Drop --speculative-algorithm.",
-        ),
-        (
-            parallel.pp_size > 1,
-            f"--pp-size is {parallel.pp_size}, but pipelines are not supported",
-            "Use --pp-size 1.",
-        ),
-        (
-            getattr(parallel, "attn_dp_size", 1) > 1,
-            "DP attention counts tokens per rank before rows are folded",
-            "Drop --enable-dp-attention.",
-        ),
-        (
-            getattr(parallel, "attn_cp_size", 1) > 1,
-            "context parallelism splits rows in its own way",
-            "Use a context-parallel size of 1.",
-        ),
-        (
-            get_disagg().disaggregation_mode not in (None, "null"),
-            f"--disaggregation-mode is {get_disagg().disaggregation_mode}; KV that is local must not leave the server",
-            "Serve prefill and decode in one server.",
-        ),
-        (
-            ctx.enable_hierarchical_cache,
-            "--enable-hierarchical-cache: homes in host memory cannot be read yet",
-            "Drop the flag.",
-        ),
-        (
-            bool(getattr(memory, "enable_unified_cache_external_linker", False)),
-            "--enable-unified-cache-external-linker takes KV out of the server, and KV that is local must not leave it",
-            "Drop the flag.",
-        ),
-        (
-            ctx.is_hybrid_swa or ctx.is_hybrid_ssm,
-            "the model mixes attention with sliding windows or state layers, whose state is not per token",
-            "Serve it without block reuse.",
-        ),
-        (
-            bool(getattr(memory, "enable_session_radix_cache", False)),
-            "--enable-session-radix-cache keeps rows across requests",
-            "Drop the flag.",
-        ),
-    ]
-    for broken, problem, fix in rules:
-        if broken:
-            raise UnsupportedServer(f"--radix-cache-backend blockreuse cannot work here: {problem}. {fix}")
+    schedule = get_schedule()
+    chunk = schedule.chunked_prefill_size
+    return int(chunk) if chunk and chunk > 0 else schedule.max_prefill_tokens
 
 
 def _loader(ctx: Any, config: Config) -> tuple[KvLoader | None, str | None]:

@@ -68,17 +68,21 @@ def init_forward_batch(
     if batch.tree_cache.row_modes is not None:
         batch.tree_cache.row_modes.admit(batch.reqs)
 
-    def run_probe(folded: Any, fold: Fold, probe: Probe) -> None:
+    def run(folded: Any, fold: Fold, probe: Probe | None) -> None:
         forward_batch = original(cls, folded, model_runner, **kwargs)
         attach(forward_batch, fold)
+        if probe is None:
+            keep_captured(model_runner.forward(forward_batch))
+            return
         with probing(model_runner.attn_backend, probe):
             model_runner.forward(forward_batch)
 
-    to_run, fold = steps.prepare_or_compute(batch, model_runner.req_to_token_pool.req_to_token, run_probe)
+    to_run, fold = steps.prepare(batch, model_runner.req_to_token_pool.req_to_token, run)
     forward_batch = original(cls, to_run, model_runner, **kwargs)
     if fold is None:
         return forward_batch
     attach(forward_batch, fold)
+    batch.blockreuse_fold = fold
     if batch.sampling_info is not None:
         # the folded batch carried no grammars, because it has several rows per request
         batch.sampling_info.grammars = [r.grammar for r in batch.reqs] if batch.has_grammar else None
@@ -87,7 +91,7 @@ def init_forward_batch(
 
 def logits_metadata(original: Callable[..., Any], cls: type, forward_batch: Any) -> Any:
     fold = fold_of(forward_batch)
-    if fold is None:
+    if fold is None or fold.unread:
         return original(cls, forward_batch)
     lens = forward_batch.extend_seq_lens
     per_request = dataclasses.replace(
@@ -105,3 +109,25 @@ def after_model_forward(
     fold = fold_of(forward_batch)
     if fold is not None:
         unfold(forward_batch, fold)
+
+
+def after_run_batch(result: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+    """Let the result count what was computed of each request, not what the host asked for.
+
+    The host slices hidden states and log-probabilities by these numbers, request after request.
+    """
+    fold: Fold | None = vars(batch).pop("blockreuse_fold", None)
+    if fold is None:
+        return
+    if result.extend_input_len_per_req is not None:
+        result.extend_input_len_per_req = list(fold.tokens)
+    if result.extend_logprob_start_len_per_req is not None:
+        result.extend_logprob_start_len_per_req = list(fold.logprob_starts)
+
+
+def keep_captured(output: Any) -> None:
+    """Store by slot what the host captured of a forward; under overlap it does so with a result, which nobody reads."""
+    for captured in (output.routed_experts_output, output.indexer_topk_output):
+        if captured is not None:
+            captured.map_device_tensors(lambda tensor: tensor.cpu())
+            captured.finalize()

@@ -164,6 +164,12 @@ CONTRACT: tuple[HostName, ...] = (
         ("self", "recv_req"),
     ),
     HostName(
+        _SRT + "managers.scheduler.Scheduler.run_batch",
+        "hook",
+        "results count what was computed of each request",
+        ("self", "batch"),
+    ),
+    HostName(
         _SRT + "model_executor.forward_batch_info.ForwardBatch.init_new",
         "hook",
         "load reused KV, fold into rows",
@@ -298,7 +304,18 @@ CONTRACT: tuple[HostName, ...] = (
     HostName(
         _SRT + "distributed.get_tp_group",
         "call",
-        "evidence of a probe and ids of homes are the same on every rank",
+        "evidence of a probe and ids of homes are the same on every rank, and what fails on one fails on all",
+    ),
+    HostName(
+        _SRT + "state_capturer.base.TopkCaptureOutput.finalize",
+        "call",
+        "what forwards before a step capture by slot is stored",
+        ("self",),
+    ),
+    HostName(
+        _SRT + "utils.common.require_mlp_sync",
+        "call",
+        "refuse ranks that exchange token counts before a fold",
     ),
     HostName(_SRT + "runtime_context.get_serving", "call", "whether the host cuts prompts that are too long"),
     HostName(
@@ -484,6 +501,22 @@ def sum_over_ranks(values: Any) -> Any:
     return get_tp_group().all_reduce(values)
 
 
+def any_over_ranks(flags: list[bool]) -> list[bool]:
+    """Whether each flag is set on any tensor-parallel rank; a call of all ranks together where there are several.
+
+    On the host, so that no rank waits for its device.
+    """
+    import torch
+    from sglang.srt.distributed import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return flags
+    found = torch.tensor(flags, dtype=torch.uint8)
+    torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX, group=group.cpu_group)
+    return [bool(flag) for flag in found.tolist()]
+
+
 def shared_secret() -> str:
     """A random token that no client knows, the same on every tensor-parallel rank."""
     from sglang.srt.distributed import get_tp_group
@@ -540,6 +573,7 @@ def install_hooks() -> None:
             ),
             "managers.scheduler.Scheduler.send_abort_output": (hooks.send_abort_output, HookType.AROUND),
             "managers.scheduler.Scheduler.get_internal_state": (hooks.internal_state, HookType.AFTER),
+            "managers.scheduler.Scheduler.run_batch": (hooks.after_run_batch, HookType.AFTER),
             "model_executor.forward_batch_info.ForwardBatch.init_new": (
                 hooks.init_forward_batch,
                 HookType.AROUND,

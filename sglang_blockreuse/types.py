@@ -236,10 +236,7 @@ class Fold:
     num_rows: int
     tokens: tuple[int, ...]  # computed tokens per request
     logprob_starts: tuple[int, ...]  # first computed token per request that wants input log-probabilities
-    batch_size: int
-    seq_lens: Any  # int64 [batch_size], device
-    seq_lens_cpu: Any
-    req_pool_indices: Any
-    req_pool_indices_cpu: Any
-    rids: tuple[str, ...]
+    per_request: dict[str, Any]  # fields of the host's forward batch as they are without a fold
+    last_rows: tuple[int, ...]  # of each request, the row that holds its last position
     repair_T: Any = None  # bool [computed tokens]: those that a layer plan may make sparse; None: no token
+    unread: bool = False  # nobody reads what the forward answers; it writes KV

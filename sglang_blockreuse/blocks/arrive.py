@@ -131,7 +131,7 @@ class Arrivals:
         if up_to < num_prompt or len(req.output_ids) > 1:
             return  # a chunk, or long after the prompt
         self._compiler.prompt_computed(req.rid)
-        if exact_end < num_prompt or self.discovery is None or _unsupported(req) is not None:
+        if exact_end < num_prompt or self.discovery is None or unsupported(req) is not None:
             return
         try:
             self.discovery.published(req.origin_input_ids, namespace_of(req))
@@ -212,7 +212,7 @@ class Arrivals:
         if state.may_reuse() and self._config.compile == "harvest":
             found, reason = self.discovery.marked(tokens, state.options.spans, namespace)
         elif state.refused == "no_blocks" and self._config.auto:
-            reason = _unsupported(req)
+            reason = unsupported(req)
             found, reason = ([], reason) if reason else self.discovery.unmarked(tokens, namespace)
             state.options = replace(state.options, spans=tuple(home.span for home in found))
         else:
@@ -236,15 +236,15 @@ class Arrivals:
             return self._off_reason
         if not options.spans:
             return "prompt_truncated" if options.num_cut else "no_blocks"
-        return "mode_compile" if options.mode == "compile" else _unsupported(req)
+        return "mode_compile" if options.mode == "compile" else unsupported(req)
 
 
 def _check_compile(req: Any) -> None:
     """Refuse what a compile request cannot be: its prompt is not run, so nothing may depend on it."""
-    unsupported = _unsupported(req)
-    if unsupported is not None:
+    reason = unsupported(req)
+    if reason is not None:
         raise RequestError(
-            f"blockreuse_mode is compile, which does not combine with {unsupported}. Send the documents in a request "
+            f"blockreuse_mode is compile, which does not combine with {reason}. Send the documents in a request "
             "without it."
         )
     if req.return_logprob:
@@ -256,18 +256,16 @@ def namespace_of(req: Any) -> Namespace:
     return Namespace(req.extra_key, req.cache_salt)
 
 
-def _unsupported(req: Any) -> str | None:
-    """A feature of the request that reuse does not combine with."""
-    unsupported = {
+def unsupported(req: Any) -> str | None:
+    """A feature of the request that reuse of blocks does not combine with."""
+    reasons = {
         "input_embeds": req.input_embeds is not None or req.positional_embed_overrides is not None,
         "multimodal": req.multimodal_inputs is not None,
         "session": req.session is not None,
         "lora": req.lora_id is not None,
-        "hidden_states": bool(req.return_hidden_states),
-        "routed_experts": bool(getattr(req, "return_routed_experts", False)),
         "beam_search": req.beam_group is not None,
     }
-    return next((reason for reason, applies in unsupported.items() if applies), None)
+    return next((reason for reason, applies in reasons.items() if applies), None) or reads_positions(req)
 
 
 def logprob_limit(req: Any) -> int:
@@ -275,3 +273,16 @@ def logprob_limit(req: Any) -> int:
     if req.return_logprob and req.logprob_start_len >= 0:
         return int(req.logprob_start_len)
     return len(req.origin_input_ids)
+
+
+def reads_positions(req: Any) -> str | None:
+    """What the request is told of single positions of its prompt, so that none of them may be copied."""
+    scored_at = ("multi_item_delimiter_indices", "token_indices_to_pool", "decision_layout")
+    reasons = {
+        "hidden_states": bool(req.return_hidden_states),
+        "routed_experts": any(
+            getattr(req, name, False) for name in ("return_routed_experts", "return_indexer_topk")
+        ),
+        "position_scores": any(getattr(req, name, None) is not None for name in scored_at),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)

@@ -11,8 +11,9 @@ from typing import Any
 from ..config import Config
 from ..metrics import Metrics
 from ..types import PATH, BlockOptions, BlockPlan, Interval, LocalSegment, RequestState, Wait
-from .arrive import Arrivals, logprob_limit, namespace_of
+from .arrive import Arrivals, logprob_limit, namespace_of, reads_positions
 from .compile import Compiler, HomeJob, Outcome
+from .faults import is_device_error
 from .match import Hit, Namespace, Tree, find
 from .paths import fingerprint, path_namespace
 from .plan import build_plan
@@ -109,7 +110,9 @@ class BlockManager:
         """`plan`, and an error of ours costs the request its reuse, never the server its life."""
         try:
             self.plan(req)
-        except Exception:
+        except Exception as error:
+            if is_device_error(error):
+                raise
             logger.exception("blockreuse: request %s is served without block reuse", req.rid)
             self.metrics.add("errors_total")
             if getattr(req, "blockreuse", None) is not None:
@@ -123,7 +126,7 @@ class BlockManager:
         self.release(req)
         state.first_local = None
         start, end = req.prefix_len, len(req.full_untruncated_fill_ids)
-        if state.may_reuse() or self._may_take_path(state):
+        if state.may_reuse() or self._may_take_path(req, state):
             limit = min(end, logprob_limit(req))
             hits = self._find_path(req, state, start, limit)
             covered = hits[-1].segment.interval.end if hits else start
@@ -137,10 +140,10 @@ class BlockManager:
                 state.usage.skipped_reason = None if state.plan else self._verdict(req, state, not_adopted)
         self._account(req, state)
 
-    def _may_take_path(self, state: RequestState) -> bool:
+    def _may_take_path(self, req: Any, state: RequestState) -> bool:
         """Under a sparse layer plan an unmarked request has a path too: the answers of earlier turns."""
         unmarked = state.options.mode == "reuse" and state.refused == "no_blocks"
-        return unmarked and self._layer_plan is not None
+        return unmarked and self._layer_plan is not None and reads_positions(req) is None
 
     def _find_path(self, req: Any, state: RequestState, start: int, end: int) -> list[Hit]:
         """The local path behind the exact prefix [0, start), locked: what an earlier turn left, if it did.
@@ -239,8 +242,8 @@ class BlockManager:
 
     def path_of(self, req: Any) -> tuple[int, Namespace] | None:
         """Where the request's local path begins and the namespace to publish it in; None where it has none."""
-        start = self.local_from(req)
-        if start is None or req.blockreuse.usage.skipped_reason == "internal_error":
+        start, state = self.local_from(req), getattr(req, "blockreuse", None)
+        if start is None or state is None or state.usage.skipped_reason == "internal_error":
             return None
         before = req.full_untruncated_fill_ids[:start]
         return start, path_namespace(before, namespace_of(req), self._fingerprint(req.blockreuse.options))
@@ -248,13 +251,15 @@ class BlockManager:
     def local_from(self, req: Any) -> int | None:
         """First position of the row whose KV a full prefill and dense decode would not give; None: there is none.
 
-        What sparse decode writes depends on what it did not read, so it is local from the answer on.
+        What sparse decode writes depends on what it did not read, so it is local from the answer on, also where the
+        request's marks could not be read: only mode `exact` decodes dense.
         """
         state: RequestState | None = getattr(req, "blockreuse", None)
-        if state is None or self._layer_plan is None or state.options.mode == "exact":
-            return None if state is None else state.first_local
+        first_local = None if state is None else state.first_local
+        if self._layer_plan is None or (state is not None and state.options.mode == "exact"):
+            return first_local
         answer = len(req.origin_input_ids)
-        return answer if state.first_local is None else min(answer, state.first_local)
+        return answer if first_local is None else min(answer, first_local)
 
     def homes_of(self, req: Any) -> list[tuple[array[int], Namespace]]:
         """Keys of the homes of the request's blocks, for the tree's order of eviction."""

@@ -19,20 +19,31 @@ import numpy as np
 import torch
 
 from ..types import Fold, Interval
+from .fields import FORWARD_BATCH, SCHEDULE_BATCH, named
 from .intervals import lie_in, positions_of
 
 FOLD_KEY = "blockreuse_fold"
+MUST_BE_EMPTY = named(SCHEDULE_BATCH, "refused")
+GIVEN_BACK = named(FORWARD_BATCH, "given")
 
 
 def fold_batch(
-    batch: Any, runs_per_request: Sequence[Sequence[Interval]], *, repair_T: torch.Tensor | None = None
+    batch: Any,
+    runs_per_request: Sequence[Sequence[Interval]],
+    *,
+    repair_T: torch.Tensor | None = None,
+    unread: bool = False,
 ) -> tuple[Any, Fold]:
     """A shallow copy of the host's ScheduleBatch with one row per run, and how to undo it.
 
     runs_per_request: for each request, the runs that tile what it computes of its chunk.
     repair_T: see `Fold`.
-    The given batch is not modified.
+    unread: nobody reads what this forward answers, so requests may be left out of it.
+    The given batch is not modified. Raises ValueError where the host filled a field of a feature that such a server
+    does not start with: nothing says how its rows would count.
     """
+    if unknown := [name for name in MUST_BE_EMPTY if getattr(batch, name, None) is not None]:
+        raise ValueError(f"a batch with {', '.join(unknown)} cannot be folded")
     rows = [(i, run) for i, runs in enumerate(runs_per_request) for run in runs]
     kept, offset = [], 0
     for prefix, extend, runs in zip(batch.prefix_lens, batch.extend_lens, runs_per_request, strict=True):
@@ -61,9 +72,13 @@ def fold_batch(
     folded.orig_seq_lens = batch.orig_seq_lens[row_request]
     if batch.multimodal_inputs is not None:
         folded.multimodal_inputs = [batch.multimodal_inputs[i] for i, _ in rows]
+    if batch.replace_positions is not None:
+        folded.replace_embeds, folded.replace_positions = _moved_overrides(batch, keep_device, offset)
     # consulted per request when the host gathers grammars and log-probabilities
     folded.has_grammar = False
     folded.extend_logprob_start_lens = [0] * len(rows)
+    if unread:
+        folded.return_logprob, folded.extend_input_logprob_token_ids = False, None
     return folded, Fold(
         num_rows=len(rows),
         tokens=tokens,
@@ -74,14 +89,38 @@ def fold_batch(
                 tokens, batch.extend_lens, batch.extend_logprob_start_lens, strict=True
             )
         ),
-        batch_size=len(batch.reqs),
-        seq_lens=batch.seq_lens,
-        seq_lens_cpu=batch.seq_lens_cpu,
-        req_pool_indices=batch.req_pool_indices,
-        req_pool_indices_cpu=batch.req_pool_indices_cpu,
-        rids=tuple(r.rid for r in batch.reqs),
+        per_request={
+            "batch_size": len(batch.reqs),
+            "seq_lens": batch.seq_lens,
+            "seq_lens_cpu": batch.seq_lens_cpu,
+            "req_pool_indices": batch.req_pool_indices,
+            "req_pool_indices_cpu": batch.req_pool_indices_cpu,
+            "orig_seq_lens": batch.orig_seq_lens,
+        },
+        last_rows=tuple(_last_rows(runs_per_request)),
         repair_T=repair_T,
+        unread=unread,
     )
+
+
+def _last_rows(runs_per_request: Sequence[Sequence[Interval]]) -> list[int]:
+    """Index of the row that ends each request; of any row for a request that has none."""
+    last, found = -1, []
+    for runs in runs_per_request:
+        last += len(runs)
+        found.append(max(last, 0))
+    return found
+
+
+def _moved_overrides(
+    batch: Any, keep: torch.Tensor, num_tokens: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The host's embeddings for single tokens of the batch, where those stand among the kept ones."""
+    place = torch.full((num_tokens,), -1, dtype=torch.long, device=keep.device)
+    place[keep] = torch.arange(keep.numel(), device=keep.device)
+    moved = place[batch.replace_positions]
+    kept = moved >= 0
+    return (batch.replace_embeds[kept], moved[kept]) if bool(kept.any()) else (None, None)
 
 
 def repair_mask(
@@ -105,11 +144,14 @@ def fold_of(forward_batch: Any) -> Fold | None:
 
 
 def unfold(forward_batch: Any, fold: Fold) -> None:
-    """Give the host one row per request again, for sampling."""
-    forward_batch.batch_size = fold.batch_size
-    forward_batch.seq_lens = fold.seq_lens
-    forward_batch.seq_lens_cpu = fold.seq_lens_cpu
-    forward_batch.req_pool_indices = fold.req_pool_indices
-    forward_batch.req_pool_indices_cpu = fold.req_pool_indices_cpu
-    forward_batch.rids = list(fold.rids)
+    """Give the host one entry per request again, for sampling.
+
+    What was made of rows is the same for every row of a request, or right in its last one.
+    """
+    for name in GIVEN_BACK:
+        value = getattr(forward_batch, name)
+        if name in fold.per_request:
+            setattr(forward_batch, name, fold.per_request[name])
+        elif value is not None:
+            setattr(forward_batch, name, [value[row] for row in fold.last_rows])
     forward_batch.model_specific_states.pop(FOLD_KEY)

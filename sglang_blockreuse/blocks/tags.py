@@ -10,11 +10,15 @@ import torch
 from torch import Tensor
 
 from ..kernels.reference import TAG_FALSE_SINK, TAG_LOCAL
-from ..types import Interval, RequestState
+from ..types import Interval, LocalSegment, RequestState
 
 
 class SlotTags:
-    """uint8 [S]; a slot's tag is written whenever its KV is."""
+    """uint8 [S]; a slot's tag is written whenever its KV is.
+
+    num_sinks: the s of the source. The first s tokens of the sequence are true sinks, which keep their weight; the
+    first s tokens of every block that does not begin the sequence are false ones.
+    """
 
     def __init__(self, num_slots: int, *, num_sinks: int, device: torch.device | str) -> None:
         self.values_S = torch.zeros(num_slots, dtype=torch.uint8, device=device)
@@ -24,14 +28,17 @@ class SlotTags:
         """Slots whose KV is computed in this forward: global, whatever stood there before."""
         self.values_S[slots_T] = 0
 
-    def loaded(self, state: RequestState, row_slots: Tensor, low: int, high: int) -> None:
-        """Positions of [low, high) that were copied: local, and false sinks at the head of their block.
+    def planned(self, state: RequestState, row_slots: Tensor, low: int, high: int) -> None:
+        """Tag the chunk [low, high) as the request's plan makes it; to be called whenever the plan changes.
 
-        Positions that are repaired keep their tag 0, so repair empties the false sinks as the source has it.
+        What is copied is local, and a false sink at the head of its block. What is computed, repaired tokens among
+        it, is global, so repair empties the false sinks as the source has it; without a plan everything is.
         What a local path held keeps the tags that it had there.
         row_slots: the request's slots by position.
         """
-        assert state.plan is not None
+        self.written(row_slots[low:high].long())
+        if state.plan is None:
+            return
         for index, part in state.plan.copies_within(low, high):
             slots = row_slots[part.start : part.end].long()
             segment = state.plan.segments[index]
@@ -40,8 +47,14 @@ class SlotTags:
                 self.values_S[slots] = self.values_S[state.home_slots[index][offset : offset + len(part)]]
                 continue
             self.values_S[slots] = TAG_LOCAL
-            sinks = Interval(segment.block_start, segment.block_start + self._num_sinks).clip(
-                part.start, part.end
-            )
+            sinks = self._false_sinks(segment).clip(part.start, part.end)
             if len(sinks):
                 self.values_S[row_slots[sinks.start : sinks.end].long()] = TAG_LOCAL | TAG_FALSE_SINK
+        for run in state.plan.runs_within(low, high):
+            # a chunk may end inside a copy, and its last position is computed all the same
+            self.written(row_slots[run.start : run.end].long())
+
+    def _false_sinks(self, segment: LocalSegment) -> Interval:
+        """S' of one block: its leading tokens without the sequence's; empty for the block that begins it."""
+        first = segment.block_start
+        return Interval(max(first, self._num_sinks), first + self._num_sinks)

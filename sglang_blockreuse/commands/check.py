@@ -1,4 +1,4 @@
-"""Say what is installed, what is active and why not: environment, host contract, configuration, layer plans.
+"""Say what is installed, what is active and why not: environment, host contract, host features, configuration, plans.
 
 Exit status 1 if something would keep a server from starting. Notes are no failures.
 """
@@ -50,6 +50,7 @@ def find_all(config_path: str | None = None) -> Iterator[Finding]:
     yield from find_plugin()
     yield from find_machine()
     yield from find_contract()
+    yield from find_features()
     yield from find_config(config_path)
     yield from find_layer_plans()
 
@@ -118,6 +119,16 @@ def find_contract() -> Iterator[Finding]:
         yield Finding(f"host {result.kind}", result.name, "ok" if result.ok else "FAIL", detail)
 
 
+def find_features() -> Iterator[Finding]:
+    """Features of SGLang beside which requests are folded, and those that a server is refused with."""
+    from ..features import CARRIED, REFUSED
+
+    for carried in CARRIED:
+        yield Finding("carried", carried.name, "ok", carried.how)
+    for refused in REFUSED:
+        yield Finding("refused", refused.name, "note", refused.fix)
+
+
 def find_config(path: str | None) -> Iterator[Finding]:
     from ..config import CONFIG_ENV, ConfigError, load_config
     from ..layers.plan import PlanError
@@ -144,11 +155,16 @@ def find_layer_plans() -> Iterator[Finding]:
 
 
 def print_table(findings: list[Finding]) -> None:
-    """Print one line per finding; what holds of the host contract is one line in all (--json has each name)."""
+    """Print one line per finding; what holds of the host's names and features is a line each (--json has them all)."""
     held = [finding for finding in findings if finding.group.startswith("host") and finding.state == "ok"]
-    lines = [finding for finding in findings if finding not in held]
+    carried = [finding for finding in findings if finding.group == "carried"]
+    lines = [finding for finding in findings if finding not in held and finding not in carried]
     if held:
         lines.append(Finding("host", "contract", "ok", f"{len(held)} names of SGLang are as expected"))
+    if carried:
+        lines.append(
+            Finding("host", "features", "ok", f"{len(carried)} may share a step with reused prompts")
+        )
     group_width, name_width = (
         max(len(getattr(line, column)) for line in lines) for column in ("group", "name")
     )

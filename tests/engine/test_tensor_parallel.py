@@ -106,6 +106,29 @@ def test_ranks_agree_on_many_requests_at_once(server, policy):
     assert "Rank consensus checker is enabled" in server.log_text()
 
 
+def test_a_load_that_fails_on_one_rank_unfolds_its_request_on_both(server, one_rank):
+    """Ranks meet in every layer: were one of them to go on folded, neither would ever come out of the forward."""
+    full, reused = one_rank[0]
+    ids, spans = LIBRARY.prompt(ORDERS[0])
+    server.flush_cache()
+    know(server)
+    for rank in (1, 0):
+        found = ask(
+            server,
+            ids,
+            blockreuse_spans=spans,
+            blockreuse_tau=2,
+            testing_break=f"load on rank {rank}",
+            cache_salt=f"rank {rank}",
+        )
+        assert usage(found)["skipped_reason"] == "internal_error"
+        assert found["output_ids"] == full["output_ids"]
+        assert distance(found, full) <= FULL_PREFILL_LOGPROB
+    again = ask(server, ids, blockreuse_spans=spans, blockreuse_tau=2)
+    assert usage(again) == usage(reused), "nothing is left of it"
+    server.flush_cache()
+
+
 def test_a_rank_that_plans_otherwise_is_detected(server):
     """Negative control, last because it ends the server."""
     know(server)

@@ -2,7 +2,7 @@
 
     testing_max_prefix: int         limit the exact prefix, so that blocks behind it are looked up
     testing_rows: [a1, b1, ...]     compute the prompt in these virtual rows, copy nothing
-    testing_break: "plan" | "load"  make that stage fail
+    testing_break: "plan" | "load" | "probe"  make that stage fail; "load on rank 1": on that rank only
     testing_all_homes: true         give a home also to the block that continues the compile prefix
     testing_swap_homes: true        read every block at the home of another one of its length
     testing_rank_drift: true        let tensor-parallel ranks other than 0 report another plan
@@ -18,6 +18,7 @@
 
 The variable BLOCKREUSE_TESTING_ROPE_BASE moves keys wrongly from the server's start on; BLOCKREUSE_TESTING_AUDIT is the
 number of steps in which every index key is checked. BLOCKREUSE_TESTING_CLOCK: see blockreuse_clock.py.
+BLOCKREUSE_TESTING_FORWARDS logs the size of every prefill forward.
 Plans of tensor-parallel ranks are also put before SGLang's rank consensus checker where that is enabled.
 Put this folder on PYTHONPATH of the server under test.
 """
@@ -49,6 +50,13 @@ def register():
         "sglang_blockreuse.layers.sparse_repair.SparseRepair._short", nobody, HookType.AROUND
     )
     HookRegistry.register("sglang_blockreuse.blocks.step.repair_mask", dense_repair, HookType.AROUND)
+    HookRegistry.register("sglang_blockreuse.blocks.measure._asked", break_probe, HookType.BEFORE)
+    if os.environ.get("BLOCKREUSE_TESTING_FORWARDS"):
+        HookRegistry.register(
+            "sglang_blockreuse.layers.cpu_backend.CpuAttnBackend.init_forward_metadata",
+            note_forward,
+            HookType.BEFORE,
+        )
     for store in ("index_keys.IndexKeys", "page_index.PageIndex"):
         HookRegistry.register(f"sglang_blockreuse.layers.{store}.written", mute, HookType.AROUND)
         HookRegistry.register(f"sglang_blockreuse.layers.{store}.begin", audit, HookType.BEFORE)
@@ -69,7 +77,7 @@ def force_rows(result, manager, req):
     broken = knob(req, "testing_break")
     if broken == "plan" and req.blockreuse.plan is not None:
         raise RuntimeError("testing_break")
-    if broken == "load" and req.blockreuse.plan is not None:
+    if broken in ("load", f"load on rank {tp_rank()}") and req.blockreuse.plan is not None:
         req.blockreuse.home_slots = None
     flat = knob(req, "testing_rows")
     if not flat:
@@ -80,6 +88,23 @@ def force_rows(result, manager, req):
     rows = [Interval(a, b).clip(start, end) for a, b in zip(flat[::2], flat[1::2], strict=True)]
     runs = tuple(r for r in rows if len(r))
     req.blockreuse.plan = BlockPlan(start, end, (), (), runs, 0, end)
+
+
+def tp_rank():
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel().tp_rank
+
+
+def break_probe(state, rows, block_end):
+    if probe_breaks:
+        raise RuntimeError("testing_break")
+
+
+def note_forward(backend, forward_batch):
+    if forward_batch.forward_mode.is_extend():
+        lens = forward_batch.extend_seq_lens_cpu
+        print(f"testing: a prefill forward of {sum(lens)} tokens in {len(lens)} rows", flush=True)
 
 
 def all_homes(original, arrivals, req, state, *args):
@@ -103,24 +128,25 @@ def swap_homes(result, manager, req):
 def same_on_all_ranks(result, manager, req, *args, **kwargs):
     from dataclasses import replace
 
-    from sglang.srt.runtime_context import get_parallel
     from sglang.srt.utils.rank_consensus_checker import assert_same
 
     state = getattr(req, "blockreuse", None)
     if state is None:
         return  # the request was refused
-    if knob(req, "testing_rank_drift") and get_parallel().tp_rank and state.plan is not None:
+    if knob(req, "testing_rank_drift") and tp_rank() and state.plan is not None:
         state.plan = replace(state.plan, num_repaired=state.plan.num_repaired + 1)
     assert_same("blockreuse plan of %s: %s", req.rid, state.plan)
 
 
 # of the request planned last; tests that set them send one request at a time
+probe_breaks = False
 wrong_base = None
 rotations = None
 
 
 def note_rope_base(result, manager, req):
-    global wrong_base, rotations
+    global wrong_base, rotations, probe_breaks
+    probe_breaks = knob(req, "testing_break") == "probe"
     wrong_base, rotations = knob(req, "testing_wrong_rope_base"), knob(req, "testing_rotations")
 
 

@@ -1,12 +1,14 @@
-"""Fixtures that every test file may use."""
+"""Fixtures that every test file may use, and what a run says at its end."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
-from nursery import Nursery
+from nursery import STARTS, Nursery
 from servers import shared_nursery
 
 from sglang_blockreuse.model import ensure_model
@@ -26,3 +28,22 @@ def model_path() -> Path:
 def nursery() -> Nursery:
     """Starts servers in seconds."""
     return shared_nursery()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker tells the run how many servers it started."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["starts"] = dict(STARTS)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    STARTS.update(getattr(node, "workeroutput", {}).get("starts", {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    starts: Counter[str] = STARTS
+    if starts:
+        kinds = ", ".join(f"{num} {kind}" for kind, num in sorted(starts.items()))
+        terminalreporter.write_line(f"{starts.total()} servers started: {kinds}")

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from places import ROOT
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,10 @@ class Fault:
     tests: str  # pytest arguments that must notice
 
 
-DECODE, EXTEND = "tests/kernels/test_decode_attention.py", "tests/kernels/test_extend_attention.py"
-ROTATE, SELECT = "tests/kernels/test_rotate_copy.py", "tests/kernels/test_select.py"
-FLASHINFER = "tests/test_kernels_flashinfer.py"
+INTERPRETER = "tests/kernels/interpreter/"
+DECODE, EXTEND = INTERPRETER + "test_decode_attention.py", INTERPRETER + "test_extend_attention.py"
+ROTATE, SELECT = INTERPRETER + "test_rotate_copy.py", INTERPRETER + "test_select.py"
+FLASHINFER = "tests/kernels/test_kernels_flashinfer.py"
 
 FAULTS = [
     Fault(
@@ -294,7 +295,7 @@ def run_tests(folder: Path, tests: str) -> subprocess.CompletedProcess[str]:
         *tests.split(),
     ]
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    if "tests/kernels/" in tests:
+    if INTERPRETER in tests:
         environment["TRITON_INTERPRET"] = "1"
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 

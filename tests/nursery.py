@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from sglang_blockreuse.server_process import HOST, POLL_S, PR_SET_PDEATHSIG, Ser
 
 START_TIMEOUT_S = 300.0
 LOG_TAIL = 6000  # characters of a failed server's log
+STARTS: Counter[str] = Counter()  # servers that this test run has started, by how
 
 
 class Nursery:
@@ -74,6 +76,7 @@ class Nursery:
     def _server(
         self, kind: str, model_path: Path, flags: Sequence[str], log: Path, env: Mapping[str, str] | None
     ) -> Iterator[Server]:
+        STARTS["forked"] += 1
         port = free_port()
         arguments = ["--model-path", str(model_path), *flags, "--host", HOST, "--port", str(port)]
         pid = self._ask(start=arguments, kind=kind, log=str(log), env=dict(env or {}))
@@ -84,9 +87,13 @@ class Nursery:
         finally:
             self._ask(stop=pid)
 
+    def runs(self, server: Server) -> bool:
+        """Whether this server of ours has not ended."""
+        return bool(self._ask(runs=server.pid))
+
     def _wait_until_ready(self, server: Server) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
-        while self._ask(runs=server.pid):
+        while self.runs(server):
             with contextlib.suppress(requests.RequestException):
                 if requests.get(server.url + "/health", timeout=5).status_code == 200:
                     return

@@ -6,11 +6,17 @@ projection keeps unit variance: attention then depends on its keys, and an error
 
 from __future__ import annotations
 
+import atexit
+import functools
+import shutil
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from sglang_blockreuse.model import ensure_model
 
 VOCAB = 512
 NUM_LAYERS = 3
@@ -68,6 +74,27 @@ class TinyModel:
                     weight.zero_()
         model.save_pretrained(folder)
         return folder
+
+
+# The model of most servers in tests: SmolLM2's tokenizer and chat template, so that texts and chats work, and random
+# weights, so that a prompt of 500 tokens costs milliseconds.
+TALKING = TinyModel(
+    "llama",
+    {"vocab_size": 49_152, "num_hidden_layers": 6, "max_position_embeddings": 8192, "intermediate_size": 256},
+)
+TALKING_LAYERS = TALKING.config["num_hidden_layers"]
+
+
+@functools.cache
+def talking_model() -> Path:
+    """Folder of TALKING, made once in a test run."""
+    folder = Path(tempfile.mkdtemp(prefix="blockreuse-tiny-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    TALKING.write(folder)
+    for file in ensure_model().iterdir():
+        if "token" in file.name or file.suffix == ".jinja":
+            shutil.copy(file, folder)
+    return folder
 
 
 def _fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:

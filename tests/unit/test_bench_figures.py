@@ -5,15 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import sys
-from pathlib import Path
 
 import figures
 import pytest
 import readme_tables
 import records
+from places import ROOT
 from stats import paired_ratio
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 RESULTS = ROOT / "bench" / "results" / "cpu"
 

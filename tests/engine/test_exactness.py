@@ -10,7 +10,7 @@ import itertools
 
 import pytest
 from prompts import Library, ask, distance, usage
-from servers import extended_server, with_test_plugin
+from servers import lease
 from tolerances import FULL_PREFILL_LOGPROB
 
 pytestmark = pytest.mark.engine
@@ -20,18 +20,9 @@ CHUNK = 128  # tokens of one prefill step, so that most prompts here take severa
 
 
 @pytest.fixture(scope="module")
-def server(model_path, tmp_path_factory):
-    log = tmp_path_factory.mktemp("exactness") / "server.log"
-    flags = ("--dtype", "float32", "--max-total-tokens", "16000", "--max-running-requests", "8")
-    flags += ("--chunked-prefill-size", str(CHUNK))
-    env = with_test_plugin()
-    with extended_server(model_path, *flags, log=log, env=env) as running:
+def server():
+    with lease() as running:
         yield running
-
-
-@pytest.fixture(autouse=True)
-def empty_tree(server):
-    server.flush_cache()
 
 
 def reference(server, ids, **options):

@@ -9,10 +9,10 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import random
-from pathlib import Path
 
 import pytest
 import requests
+from places import PLUGIN
 from prompts import Library, ask, distance, random_ids, usage
 from servers import extended_server
 from tolerances import FULL_PREFILL_LOGPROB
@@ -24,7 +24,6 @@ from sglang_blockreuse.server_process import ServerFailed
 
 pytestmark = pytest.mark.engine
 FLAGS = ("--dtype", "float32", "--max-total-tokens", "8000", "--max-running-requests", "6")
-PLUGIN = Path(__file__).parent / "plugin"
 RNG = random.Random(3)
 LONG, OTHER, THIRD = (random_ids(n, RNG) for n in (420, 300, 350))
 SHORT = random_ids(60, RNG)  # stays below final_k

@@ -5,11 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[1]
+from places import ROOT
 
 
 @pytest.fixture(scope="module")

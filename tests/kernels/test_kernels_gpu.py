@@ -8,12 +8,12 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from places import ROOT
 
-SCRIPT = Path(__file__).parents[1] / "bench" / "gpu_check.py"
+SCRIPT = ROOT / "bench" / "gpu_check.py"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -6,12 +6,11 @@ import importlib.util
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import triton
+from places import ROOT
 
-ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "bench" / "kernel_aot.py"
 REMEDY = "run `python bench/kernel_aot.py` and commit kernels/aot_table.json"
 

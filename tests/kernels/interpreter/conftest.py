@@ -1,22 +1,18 @@
-"""Kernel tests that run in Triton's interpreter; `tests/test_kernels_interpreter.py` starts them.
+"""Kernel tests that run in Triton's interpreter; `tests/kernels/test_kernels_interpreter.py` starts them.
 
 The interpreter is chosen by TRITON_INTERPRET=1 before triton is first imported, so these files are only collected
-in a process of their own:  TRITON_INTERPRET=1 pytest tests/kernels
+in a process of their own:  TRITON_INTERPRET=1 pytest tests/kernels/interpreter
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-
-sys.path.append(str(Path(__file__).parents[1]))  # tests/, for the tolerance table
 from tolerances import KERNEL_OUT
+from torch import Tensor
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     collect_ignore_glob = ["test_*.py"]

@@ -19,6 +19,7 @@ from pathlib import Path
 import openai
 import pytest
 from packaging.specifiers import SpecifierSet
+from places import ROOT
 from prompts import Library, ask, distance, usage
 from servers import extended_server, with_test_plugin
 from tiny_models import REFUSED, SUPPORTED
@@ -28,7 +29,6 @@ from sglang_blockreuse.host import SUPPORTED_SGLANG
 from sglang_blockreuse.server_process import ServerFailed
 
 pytestmark = pytest.mark.engine
-ROOT = Path(__file__).parent.parent
 CHUNK = 128
 FLAGS = ("--dtype", "float32", "--max-total-tokens", "12000", "--max-running-requests", "4")
 FLAGS += ("--chunked-prefill-size", str(CHUNK))

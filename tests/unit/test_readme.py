@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
 
 import msgspec
+from places import ROOT
 
 from sglang_blockreuse.blocks.manager import ADMISSION_VERDICTS
 from sglang_blockreuse.blocks.request import KEYS
 from sglang_blockreuse.config import Config
 from sglang_blockreuse.metrics import SERIES
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 

@@ -1,6 +1,6 @@
 """Share state against a model: rows come, step, move, are rolled back and go; every planted fault is detected.
 
-    python tests/test_share_state.py [--steps 10000]
+    python tests/unit/test_share_state.py [--steps 10000]
 
 takes random steps until there are so many, and says how many there were; pytest takes MIN_STEPS.
 """

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from places import ROOT
 from servers import extended_server
 
 pytestmark = pytest.mark.engine
-ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 README = (ROOT / "README.md").read_text()
 README_URL = "localhost:30000"

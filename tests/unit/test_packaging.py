@@ -10,8 +10,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 MIN_SETUPTOOLS = 77  # as pyproject.toml asks
 LOAD_FULL = (
     "import sglang_blockreuse\n"

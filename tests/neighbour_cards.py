@@ -12,6 +12,7 @@ answer among neighbours, so a card is made so that no neighbour may change it:
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -107,7 +108,7 @@ def _plain(name: str, rng: random.Random, lead: list[int]) -> Card:
 def _rows(name: str, rng: random.Random, lead: list[int]) -> Card:
     ids = rng.choice((lead, SHARED_LEAD)) + tokens(rng, rng.choice((12, 60, 120, 200)))
     cuts = sorted({0, len(ids), *(rng.randrange(1, len(ids)) for _ in range(rng.randint(1, 6)))})
-    rows = [x for a, b in zip(cuts, cuts[1:], strict=False) for x in (a, b)]
+    rows = [x for pair in itertools.pairwise(cuts) for x in pair]
     return _card(name, "rows", ids, testing_rows=rows)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import sys
 import tempfile
@@ -37,13 +38,14 @@ class Tally:
     num_hands: int = 0
     num_met: int = 0  # hands of which a folded step held two requests or more
     num_aborted: int = 0
+    num_fallbacks: int = 0  # answers whose measuring policy was replaced, see Game
     num_host: int = 0  # hands that differ in the same way where nothing is marked
     found: Counter[str] = field(default_factory=Counter)  # hands by signature
 
     def __str__(self) -> str:
         return (
-            f"{self.num_hands} batches, {self.num_met} with neighbours in a folded step, {self.num_aborted} with aborts, "
-            f"{self.num_host} differing without the extension too"
+            f"{self.num_hands} batches, {self.num_met} with neighbours in a folded step, {self.num_aborted} with "
+            f"aborts, {self.num_host} differing without the extension too, {self.num_fallbacks} policies replaced"
         )
 
 
@@ -69,32 +71,41 @@ def deal(num: int, *, deck_size: int, number: int) -> list[Hand]:
 
 def run(model: Path, name: str, *, num: int, number: int, folder: Path, say: Callable[[str], None]) -> Tally:
     """Play `num` hands at a table; a server that ends is a finding, and another one takes its place."""
-    tally, left = Tally(), deal(num, deck_size=max(MIN_DECK, num // HANDS_PER_CARD), number=number)
+    tally, known, retired = Tally(), {}, set()
+    left = deal(num, deck_size=max(MIN_DECK, num // HANDS_PER_CARD), number=number)[::-1]
     last_said = time.monotonic()
-    while left:
-        with playing(model, TABLES[name], folder, seed=number) as game:
-            for i, hand in enumerate(left):
+    for start in itertools.count():
+        if not left:
+            return tally
+        with playing(model, TABLES[name], folder / f"server-{start}", seed=number, known=known) as game:
+            while left:
+                hand = left.pop()
+                for seat in reversed(range(len(hand.cards))):
+                    hand = hand.without(seat) if hand.cards[seat] in retired else hand
+                if len(hand.cards) < 2:
+                    continue
+                cards = [game.card(n) for n in hand.cards]
                 tally.num_hands += 1
                 tally.num_aborted += bool(hand.aborted())
                 try:
                     found = game.play(hand)
-                    if found and game.is_the_hosts([game.card(n) for n in hand.cards], hand, found):
+                    if found and game.is_the_hosts(cards, hand, found):
                         tally.num_host += 1
                         continue
                     _tell(game, name, hand, found, tally, say)
                 except ServerEnded as error:
-                    gone = Finding(None, "server", Difference("ended", "alive", str(error)))
-                    _tell(None, name, hand, [gone], tally, say, cards=[game.card(n) for n in hand.cards])
-                    tally.num_met += game.num_met
-                    left = left[i + 1 :]
+                    kind, cards = (error.card.kind, [error.card]) if error.card else ("server", cards)
+                    gone = Finding(None, kind, Difference(f"ended: {error}", "alive", "gone"))
+                    _tell(None, name, hand, [gone], tally, say, cards=cards)
+                    # it would end every server that it is dealt to
+                    retired |= {n for n in hand.cards if game.card(n) == error.card}
                     break
                 if time.monotonic() - last_said > PROGRESS_S:
                     last_said = time.monotonic()
-                    say(f"{name}: {i + 1} of {len(left)}, differing {sum(tally.found.values())}")
-            else:
-                tally.num_met += game.num_met
-                left = []
-    return tally
+                    say(f"{name}: {tally.num_hands} of {num}, differing {sum(tally.found.values())}")
+            tally.num_met += game.num_met
+            tally.num_fallbacks += game.num_fallbacks
+    raise AssertionError("unreachable")
 
 
 def _tell(
@@ -216,6 +227,7 @@ def main() -> int:
             total.num_met += tally.num_met
             total.num_aborted += tally.num_aborted
             total.num_host += tally.num_host
+            total.num_fallbacks += tally.num_fallbacks
             total.found.update({f"{name}: {s}": n for s, n in tally.found.items()})
         say(f"in all: {total}; {len(total.found)} kinds of difference in {sum(total.found.values())} places")
     return bool(total.found)

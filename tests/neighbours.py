@@ -36,6 +36,7 @@ ANSWER_S = 40.0  # a busy machine answers within seconds; what takes longer hang
 ARRIVAL_S = 5.0
 IDLE_S = 20.0
 FOLDED = re.compile(r"blockreuse: (\d+) requests in (\d+) rows")
+PROBING = frozenset(("deviation", "query", "head+query"))  # policies
 SHORT_RID = "blockreuse"  # a prefix of the ids that the extension gives to requests of its own
 
 
@@ -99,6 +100,8 @@ class Finding:
 
 class ServerEnded(Exception):
     """The server under test is gone; the message carries what its log says last."""
+
+    card: Card | None = None  # that ended it alone
 
 
 class Dealer:
@@ -166,13 +169,20 @@ class Dealer:
 class Game:
     """One server, one deck, and what its cards answer alone."""
 
-    def __init__(self, dealer: Dealer, table: Table, *, seed: int) -> None:
+    def __init__(
+        self, dealer: Dealer, table: Table, *, seed: int, known: dict[str, Body] | None = None
+    ) -> None:
         self.dealer, self.table, self.seed = dealer, table, seed
         self.cards: dict[int, Card] = {}
-        self._alone: dict[str, Body] = {}
+        self._alone = (
+            {} if known is None else known
+        )  # answers by card, also of an earlier server of the table
         self._log_at, self._num_errors, self._num_plays = 0, 0, 0
         self.met = False  # the last hand had a folded step with two requests or more
         self.num_met = 0  # hands that had
+        self.num_fallbacks = (
+            0  # answers whose policy could not measure, because neighbours left it half a step
+        )
 
     def card(self, number: int) -> Card:
         if number not in self.cards:
@@ -182,7 +192,11 @@ class Game:
     def alone(self, card: Card) -> Body:
         key = json.dumps(asdict(card), sort_keys=True)
         if key not in self._alone:
-            self._alone[key] = self._play([card], (("post", 0),), gated=False)[0]
+            try:
+                self._alone[key] = self._play([card], (("post", 0),), gated=False)[0]
+            except ServerEnded as error:
+                error.card = card
+                raise
         return self._alone[key]
 
     def play(self, hand: Hand) -> list[Finding]:
@@ -197,9 +211,14 @@ class Game:
         again = self.play_cards([c.unmarked() for c in cards], hand)
         return {(f.seat, f.field) for f in found} <= {(f.seat, f.field) for f in again}
 
-    def play_cards(self, cards: Sequence[Card], hand: Hand) -> list[Finding]:
-        """Everything in which the hand's answers differ from those alone, and what the server did besides."""
-        expected = [self.alone(card) for card in cards]
+    def play_cards(
+        self, cards: Sequence[Card], hand: Hand, *, law: Sequence[Card] | None = None
+    ) -> list[Finding]:
+        """Everything in which the hand's answers differ from those alone, and what the server did besides.
+
+        law: cards whose answers alone are the right ones; None: those that are played.
+        """
+        expected = [self.alone(card) for card in law or cards]
         self._folds()
         got = self._play(cards, hand.script, gated=True)
         found = []
@@ -207,7 +226,9 @@ class Game:
         for seat in sorted(set(range(len(cards))) - hand.aborted()):
             shared = shared_prefix or cards[seat].kind != "moved"
             wrong = differences(expected[seat], got[seat], shared_homes=shared)
-            if wrong and not self._is_a_tie(cards[seat], expected[seat], got[seat]):
+            if wrong and _fell_back(cards[seat], expected[seat], got[seat]):
+                self.num_fallbacks += 1
+            elif wrong and not self._is_a_tie(cards[seat], expected[seat], got[seat]):
                 found += [Finding(seat, cards[seat].kind, d) for d in wrong]
         found += self._server_findings()
         self.met = any(num > 1 for num in self._folds())
@@ -327,6 +348,19 @@ def _processor() -> str:
     return DisallowedTokensLogitsProcessor.to_str()
 
 
+def _fell_back(card: Card, alone: Body, among: Body) -> bool:
+    """Whether a policy that measures was replaced, and said so: it does where its prompt lies in no single step."""
+    asked = (card.body["sampling_params"].get("custom_params") or {}).get("blockreuse_policy")
+    policies = {usage["policy"] for answer in (alone, among) for usage in _usages(answer["answer"])}
+    return asked in PROBING and len(policies) > 1
+
+
+def _usages(answer: Any) -> list[Body]:
+    answers = answer if isinstance(answer, list) else [answer]
+    found = [(a.get("meta_info") or {}).get("blockreuse") or [] for a in answers if isinstance(a, dict)]
+    return [usage for one in found for usage in one]
+
+
 def _parse(text: str, stream: bool) -> Any:
     """JSON; of a stream its last piece, which holds the whole answer."""
     if stream and "data: " in text:
@@ -356,7 +390,9 @@ def _last_error(server: Server) -> str:
 
 
 @contextlib.contextmanager
-def playing(model: Path, table: Table, folder: Path, *, seed: int) -> Iterator[Game]:
+def playing(
+    model: Path, table: Table, folder: Path, *, seed: int, known: dict[str, Body] | None = None
+) -> Iterator[Game]:
     """A server for `table` behind a gate."""
     folder.mkdir(parents=True, exist_ok=True)
     gate = folder / "gate"
@@ -366,4 +402,4 @@ def playing(model: Path, table: Table, folder: Path, *, seed: int) -> Iterator[G
         extended_server(model, *table.arguments(folder), log=folder / "server.log", env=env) as server,
         concurrent.futures.ThreadPoolExecutor(8) as pool,
     ):
-        yield Game(Dealer(server, Cells(str(gate)), pool), table, seed=seed)
+        yield Game(Dealer(server, Cells(str(gate)), pool), table, seed=seed, known=known)

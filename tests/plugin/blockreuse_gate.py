@@ -4,7 +4,8 @@ The variable BLOCKREUSE_TESTING_GATE names a file of two int64 that server and t
 loop the scheduler may still make (negative: as many as it likes), and how many messages it has received.
 Behind a closed gate the scheduler is paused as by SGLang's own in-place pause: it receives, and it runs nothing.
 
-    testing_embeds: [p1, p2, ...]  the embeddings of these positions are overridden, which only sglang.Engine can ask for
+    testing_embeds: [p1, ...]  the embeddings of these positions are overridden, which only sglang.Engine can ask for
+    testing_mix: true          the first two requests of a prefill step that holds this one get each other's logits
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ def register():
 
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     HookRegistry.register(f"{scheduler}._create_generation_req", override_embeds, HookType.AFTER)
+    HookRegistry.register(f"{scheduler}.run_batch", note_mix, HookType.BEFORE)
+    HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.forward", mix, HookType.AFTER)
     if os.environ.get(PATH):
         HookRegistry.register(f"{scheduler}.ingest_requests", hold, HookType.AFTER)
 
@@ -70,3 +73,18 @@ def override_embeds(req, scheduler, *args, **kwargs):
         torch.randn(len(positions), width, generator=noise), list(positions)
     )
     req.skip_radix_cache_insert = True  # as the host does where overrides come from outside
+
+
+mixes = False
+
+
+def note_mix(scheduler, batch, *args, **kwargs):
+    global mixes
+    asked = any((r.sampling_params.custom_params or {}).get("testing_mix") for r in batch.reqs)
+    mixes = asked and len(batch.reqs) > 1 and batch.forward_mode.is_extend()
+
+
+def mix(result, runner, *args, **kwargs):
+    if mixes:
+        logits = result.logits_output.next_token_logits
+        logits[[0, 1]] = logits[[1, 0]]

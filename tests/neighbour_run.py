@@ -22,8 +22,9 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from neighbour_cards import Card
 from neighbour_compare import Difference
+from neighbour_dealer import ServerEnded
 from neighbour_table import TABLES, write_model
-from neighbours import Finding, Game, Hand, ServerEnded, hands, playing
+from neighbours import Finding, Game, Hand, hands, playing
 
 MIN_DECK = 24
 HANDS_PER_CARD = 4  # how often a card is dealt about, so that its answer alone is paid for once
@@ -94,9 +95,11 @@ def run(model: Path, name: str, *, num: int, number: int, folder: Path, say: Cal
                         continue
                     _tell(game, name, hand, found, tally, say)
                 except ServerEnded as error:
-                    kind, cards = (error.card.kind, [error.card]) if error.card else ("server", cards)
+                    shown, kind = hand, "server"
+                    if error.card is not None:
+                        cards, shown, kind = [error.card], Hand((0,), (("post", 0),)), error.card.kind
                     gone = Finding(None, kind, Difference(f"ended: {error}", "alive", "gone"))
-                    _tell(None, name, hand, [gone], tally, say, cards=cards)
+                    _tell(None, name, shown, [gone], tally, say, cards=cards)
                     # it would end every server that it is dealt to
                     retired |= {n for n in hand.cards if game.card(n) == error.card}
                     break
@@ -105,7 +108,6 @@ def run(model: Path, name: str, *, num: int, number: int, folder: Path, say: Cal
                     say(f"{name}: {tally.num_hands} of {num}, differing {sum(tally.found.values())}")
             tally.num_met += game.num_met
             tally.num_fallbacks += game.num_fallbacks
-    raise AssertionError("unreachable")
 
 
 def _tell(

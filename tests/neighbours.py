@@ -1,9 +1,9 @@
-"""Requests beside each other, held to their answers alone: `python tests/neighbours.py --batches 2000 --seed 1`.
+"""Requests beside each other, held to their answers alone.
 
 A hand is a few cards of a deck (neighbour_cards.py) and a script: who is sent when, how far the scheduler gets in
 between, who is aborted and how. `Game` plays it on a real server behind a gate (plugin/blockreuse_gate.py), so that
 neighbours meet in the same steps each time, and compares every answer with that of the card alone on an empty server.
-The command line prints each difference with the smallest hand that shows it and ends with status 1 if there was one.
+neighbour_run.py plays many.
 """
 
 from __future__ import annotations
@@ -11,29 +11,24 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
-import http.client
 import json
 import re
 import struct
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import requests
 from hypothesis import strategies as st
 from neighbour_cards import PROCESSOR, Body, Card, draw
 from neighbour_compare import Difference, differences, first_token_difference
+from neighbour_dealer import Dealer, ServerEnded, last_error, wait_for
 from neighbour_table import Table
 from plugin.blockreuse_gate import PATH, Cells
-from servers import Server, extended_server, with_test_plugin
+from servers import extended_server, with_test_plugin
 from tolerances import FULL_PREFILL_LOGPROB
 
-ANSWER_S = 40.0  # a busy machine answers within seconds; what takes longer hangs
-ARRIVAL_S = 5.0
 IDLE_S = 20.0
 FOLDED = re.compile(r"blockreuse: (\d+) requests in (\d+) rows")
 PROBING = frozenset(("deviation", "query", "head+query"))  # policies
@@ -98,74 +93,6 @@ class Finding:
         return f"seat {self.seat} ({self.kind}) {self.difference}"
 
 
-class ServerEnded(Exception):
-    """The server under test is gone; the message carries what its log says last."""
-
-    card: Card | None = None  # that ended it alone
-
-
-class Dealer:
-    """Sends requests to one server and steers its scheduler."""
-
-    def __init__(self, server: Server, gate: Cells, pool: concurrent.futures.Executor) -> None:
-        self.server, self.gate, self._pool = server, gate, pool
-        self._local = threading.local()
-        self._connections: dict[int, http.client.HTTPConnection] = {}
-
-    def post(self, path: str, body: Body | None = None, *, seat: int | None = None) -> Body:
-        """{"status", "answer"}; an answer that never comes is a status of 0."""
-        at = urlsplit(self.server.url)
-        connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=ANSWER_S)
-        if seat is not None:
-            self._connections[seat] = connection
-        try:
-            connection.request("POST", path, json.dumps(body or {}), {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            text = response.read().decode()
-        except TimeoutError:
-            return {"status": 0, "answer": f"no answer within {ANSWER_S:.0f} s"}
-        except (OSError, http.client.HTTPException, AttributeError, ValueError) as error:
-            return {"status": 0, "answer": f"connection lost: {type(error).__name__}"}
-        finally:
-            connection.close()
-        return {"status": response.status, "answer": _parse(text, bool((body or {}).get("stream")))}
-
-    def send(self, body: Body, *, seat: int) -> concurrent.futures.Future[Body]:
-        """Post in the background, and return when the scheduler has the request or an answer has come."""
-        before = self.gate.received
-        future = self._pool.submit(self.post, "/generate", body, seat=seat)
-        _wait_for(lambda: self.gate.received > before or future.done(), ARRIVAL_S)
-        return future
-
-    def let_pass(self, passes: int) -> None:
-        self.gate.passes = passes
-        _wait_for(lambda: self.gate.passes == 0, ARRIVAL_S)
-
-    def abort(self, seat: int, rid: str, how: str) -> None:
-        if how == "disconnect":
-            with contextlib.suppress(Exception):
-                connection = self._connections[seat]
-                assert connection.sock is not None
-                connection.sock.shutdown(2)
-            return
-        before = self.gate.received
-        self.post("/abort_request", {"rid": rid})
-        _wait_for(lambda: self.gate.received > before, 0.2)  # the host drops aborts of what has ended
-
-    def open(self) -> None:
-        self.gate.passes = -1
-
-    def close(self) -> None:
-        self.gate.passes = 0
-
-    def state(self) -> dict[str, Any]:
-        try:
-            state: dict[str, Any] = self.server.get("/server_info", timeout_s=ANSWER_S)["internal_states"][0]
-            return state["blockreuse"]  # type: ignore[no-any-return]
-        except requests.RequestException as error:
-            raise ServerEnded(_last_error(self.server)) from error
-
-
 class Game:
     """One server, one deck, and what its cards answer alone."""
 
@@ -174,15 +101,12 @@ class Game:
     ) -> None:
         self.dealer, self.table, self.seed = dealer, table, seed
         self.cards: dict[int, Card] = {}
-        self._alone = (
-            {} if known is None else known
-        )  # answers by card, also of an earlier server of the table
+        # answers by card, also of an earlier server of the table
+        self._alone = {} if known is None else known
         self._log_at, self._num_errors, self._num_plays = 0, 0, 0
         self.met = False  # the last hand had a folded step with two requests or more
         self.num_met = 0  # hands that had
-        self.num_fallbacks = (
-            0  # answers whose policy could not measure, because neighbours left it half a step
-        )
+        self.num_fallbacks = 0  # answers whose policy could not measure: neighbours left it half a step
 
     def card(self, number: int) -> Card:
         if number not in self.cards:
@@ -226,7 +150,10 @@ class Game:
         for seat in sorted(set(range(len(cards))) - hand.aborted()):
             shared = shared_prefix or cards[seat].kind != "moved"
             wrong = differences(expected[seat], got[seat], shared_homes=shared)
-            if wrong and _fell_back(cards[seat], expected[seat], got[seat]):
+            if 0 in (expected[seat]["status"], got[seat]["status"]):
+                wrong = [Difference("no answer", expected[seat]["answer"], got[seat]["answer"])]
+                found += [Finding(seat, cards[seat].kind, wrong[0])]
+            elif wrong and _fell_back(cards[seat], expected[seat], got[seat]):
                 self.num_fallbacks += 1
             elif wrong and not self._is_a_tie(cards[seat], expected[seat], got[seat]):
                 found += [Finding(seat, cards[seat].kind, d) for d in wrong]
@@ -287,7 +214,7 @@ class Game:
         try:
             self.dealer.server.flush_cache(wait_s=IDLE_S)
         except requests.RequestException as error:
-            raise ServerEnded(f"it cannot be emptied: {error}; {_last_error(self.dealer.server)}") from error
+            raise ServerEnded(f"it cannot be emptied: {error}; {last_error(self.dealer.server)}") from error
 
     def _server_findings(self) -> list[Finding]:
         """Slots that an idle server has lost, and errors of ours since the last hand."""
@@ -299,7 +226,7 @@ class Game:
             return int(pool["size"] - pool["free"] - pool["evictable"])
 
         found = []
-        if not _wait_for(lambda: lost() == 0, IDLE_S, poll_s=0.02):
+        if not wait_for(lambda: lost() == 0, IDLE_S, poll_s=0.02):
             found.append(Finding(None, "server", Difference("slots lost when idle", 0, lost())))
         errors = int(state["counts"].get("errors_total", 0))
         if errors > self._num_errors:
@@ -361,32 +288,8 @@ def _usages(answer: Any) -> list[Body]:
     return [usage for one in found for usage in one]
 
 
-def _parse(text: str, stream: bool) -> Any:
-    """JSON; of a stream its last piece, which holds the whole answer."""
-    if stream and "data: " in text:
-        pieces = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
-        text = next((p for p in reversed(pieces) if p != "[DONE]"), text)
-    with contextlib.suppress(ValueError):
-        return json.loads(text)
-    return text
-
-
 def _nameless(answer: Body, rid: str) -> Body:
     return json.loads(json.dumps(answer).replace(rid, "RID"))  # type: ignore[no-any-return]
-
-
-def _wait_for(condition: Callable[[], bool], wait_s: float, poll_s: float = 0.001) -> bool:
-    deadline = time.monotonic() + wait_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(poll_s)
-    return True
-
-
-def _last_error(server: Server) -> str:
-    lines = [line for line in server.log_text().splitlines() if re.search(r"\w+(Error|Exception)\b.*:", line)]
-    return lines[-1] if lines else "its log holds no error"
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 The variable BLOCKREUSE_TESTING_GATE names a file of two int64 that server and test both map: how many passes of its
 loop the scheduler may still make (negative: as many as it likes), and how many messages it has received.
+SGLang applies the hooks of one target once, so this file keeps away from those of the extension.
 Behind a closed gate the scheduler is paused as by SGLang's own in-place pause: it receives, and it runs nothing.
 
     testing_embeds: [p1, ...]  the embeddings of these positions are overridden, which only sglang.Engine can ask for
@@ -34,9 +35,8 @@ def register():
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
-    HookRegistry.register(f"{scheduler}._create_generation_req", override_embeds, HookType.AFTER)
-    HookRegistry.register(f"{scheduler}.run_batch", note_mix, HookType.BEFORE)
-    HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.forward", mix, HookType.AFTER)
+    HookRegistry.register(f"{scheduler}._create_generation_req", read_knobs, HookType.AFTER)
+    HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.sample", mix, HookType.BEFORE)
     if os.environ.get(PATH):
         HookRegistry.register(f"{scheduler}.ingest_requests", hold, HookType.AFTER)
 
@@ -60,31 +60,33 @@ def is_idle(scheduler):
     return not scheduler.waiting_queue and scheduler.last_batch is None and scheduler.running_batch.is_empty()
 
 
-def override_embeds(req, scheduler, *args, **kwargs):
-    positions = (req.sampling_params.custom_params or {}).get("testing_embeds")
-    if not positions:
-        return
+MIXING = set()  # ids of requests
+
+
+def read_knobs(req, scheduler, *args, **kwargs):
+    knobs = req.sampling_params.custom_params or {}
+    if knobs.get("testing_mix"):
+        MIXING.add(req.rid)
+    if knobs.get("testing_embeds"):
+        override_embeds(req, knobs["testing_embeds"], scheduler.model_config.hidden_size)
+
+
+def override_embeds(req, positions, width):
     import torch
     from sglang.srt.managers.embed_types import PositionalEmbeds
 
     noise = torch.Generator().manual_seed(positions[0])
-    width = scheduler.model_config.hidden_size
     req.positional_embed_overrides = PositionalEmbeds(
         torch.randn(len(positions), width, generator=noise), list(positions)
     )
     req.skip_radix_cache_insert = True  # as the host does where overrides come from outside
 
 
-mixes = False
-
-
-def note_mix(scheduler, batch, *args, **kwargs):
-    global mixes
-    asked = any((r.sampling_params.custom_params or {}).get("testing_mix") for r in batch.reqs)
-    mixes = asked and len(batch.reqs) > 1 and batch.forward_mode.is_extend()
-
-
-def mix(result, runner, *args, **kwargs):
-    if mixes:
-        logits = result.logits_output.next_token_logits
+def mix(runner, logits_output, forward_batch, *args, **kwargs):
+    if (
+        forward_batch.forward_mode.is_extend()
+        and len(forward_batch.rids) > 1
+        and MIXING & set(forward_batch.rids)
+    ):
+        logits = logits_output.next_token_logits
         logits[[0, 1]] = logits[[1, 0]]

@@ -49,7 +49,7 @@ def _each(answer: Any) -> list[Any]:
 
 def _compare(where: str, a: Any, b: Any) -> Iterator[Difference]:
     key = where.rpartition(".")[2]
-    if "top_logprobs" in key and "flat" not in key and isinstance(a, list) and isinstance(b, list):
+    if key in ("input_top_logprobs", "output_top_logprobs") and isinstance(a, list) and isinstance(b, list):
         yield from _compare_top(where, a, b)
     elif key == "hidden_states":
         yield from _compare_hidden(where, a, b)

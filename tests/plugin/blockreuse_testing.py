@@ -25,8 +25,6 @@ from __future__ import annotations
 
 import os
 
-import blockreuse_gate
-
 
 def knob(req, name):
     return (req.sampling_params.custom_params or {}).get(name)
@@ -53,7 +51,6 @@ def register():
     for store in ("index_keys.IndexKeys", "page_index.PageIndex"):
         HookRegistry.register(f"sglang_blockreuse.layers.{store}.written", mute, HookType.AROUND)
         HookRegistry.register(f"sglang_blockreuse.layers.{store}.begin", audit, HookType.BEFORE)
-    blockreuse_gate.register()
 
 
 def limit_prefix(result, req, *args, **kwargs):

@@ -14,7 +14,7 @@ STAGES = {
     "accept": "sglang_blockreuse.hooks.accept_request",
     "ready": "sglang_blockreuse.blocks.manager.BlockManager.ready",
     "plan": "sglang_blockreuse.blocks.manager.BlockManager.plan_or_compute",
-    "prepare": "sglang_blockreuse.blocks.step.PrefillSteps.prepare_or_compute",
+    "prepare": "sglang_blockreuse.blocks.step.PrefillSteps.prepare",
     "computed": "sglang_blockreuse.blocks.arrive.Arrivals.computed",
     "publish": "sglang_blockreuse.radix_cache.BlockReuseCache._publish_path",
 }
@@ -51,8 +51,10 @@ def timed(stage, original, *args, **kwargs):
     return result
 
 
-def away(run_probe, *args):
+def away(run, *args, **kwargs):
     global away_s
     started = time.thread_time()
-    run_probe(*args)
-    away_s += time.thread_time() - started
+    try:
+        return run(*args, **kwargs)
+    finally:
+        away_s += time.thread_time() - started

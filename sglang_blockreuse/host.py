@@ -638,15 +638,20 @@ def install_tokenizer_hooks() -> None:
 
 
 def _install(targets: dict[str, tuple[Callable[..., Any], Any]]) -> None:
-    """Register and apply hooks below `sglang.srt`.
+    """Register and apply hooks below `sglang.srt`, on top of what other plug-ins hooked there.
 
     SGLang logs and goes on where a hook does not apply. We do not: raises HostContractError.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     for target, (hook, kind) in targets.items():
-        if _SRT + target not in HookRegistry._patched:
-            HookRegistry.register(_SRT + target, hook, kind)
+        name = _SRT + target
+        if any(known is hook for _, known, _ in HookRegistry._hooks[name]):
+            continue
+        if name in HookRegistry._patched:
+            # another plug-in was there first, and SGLang applies the hooks of a target once only
+            HookRegistry._apply_target(name, [(kind, hook, None)])
+        HookRegistry.register(name, hook, kind)
     HookRegistry.apply_hooks()
     missing = [t for t in targets if _SRT + t not in HookRegistry._patched]
     if missing:

@@ -12,18 +12,20 @@ from typing import Any
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
-from sglang.srt.runtime_context import get_serving
+from sglang.srt.runtime_context import get_schedule, get_serving
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from .blocks.compile import HomeId, HomeJob, Outcome
 from .blocks.manager import BlockManager, plan_of
+from .blocks.measure import asks_for_probe
 from .blocks.request import RequestError, check_extra_key, check_prompt
 from .radix_cache import BlockReuseCache
-from .types import RequestState, Usage, Wait
+from .types import BlockPlan, RequestState, Usage, Wait
 
 logger = logging.getLogger(__name__)
 
 USAGE_KEY = "blockreuse"
+MAX_PUT_OFF = 8  # steps that a request leaves to others because its prompt would be cut
 
 
 class _BlockReuseAdder(PrefillAdder):
@@ -111,10 +113,29 @@ class _BlockReuseAdder(PrefillAdder):
             self.rem_chunk_tokens = budget
         if isinstance(admission, AddReqResult):
             return admission
+        if admission.is_chunked and self._is_put_off(req, plan):
+            return AddReqResult.OTHER
         end = admission.prefix_len + admission.extend_len
         num_copied = admission.extend_len - plan.num_computed(admission.prefix_len, end)
         # the host's word for tokens that a step runs besides the extend; ours are the ones it does not run
         return dataclasses.replace(admission, replay_len=-num_copied)
+
+    def _is_put_off(self, req: Req, plan: BlockPlan) -> bool:
+        """Whether a request that is to be measured waits for a step that has room for all it computes.
+
+        A probe needs the whole prompt in one step. Cut by what others left of a step, the request would be repaired
+        by another policy than it asked for, and its answer would depend on them. It is first in the next step, but
+        for the rest of a chunked prompt; a policy that always puts others in front has its way in the end.
+        """
+        chunk, state = get_schedule().chunked_prefill_size, req.blockreuse
+        if not self.can_run_list or state.num_put_off == MAX_PUT_OFF:
+            return False
+        if plan.num_computed(plan.start, plan.end) > chunk:
+            return False
+        if not asks_for_probe(plan, state.options, self.tree_cache.blocks.config):
+            return False
+        state.num_put_off += 1
+        return True
 
     def add_chunked_req(self, req: Req) -> Req | None:
         plan = plan_of(req)

@@ -220,6 +220,7 @@ class RequestState:
     # slots of each plan segment's home tokens, int64 [len(segment)], position-aligned with the segment
     home_slots: list[Any] = field(default_factory=list)
     locks: list[Any] = field(default_factory=list)  # tree locks on the homes
+    num_put_off: int = 0  # steps that it left to others, to be measured whole
     outcome: Any = None  # of a home that was ended for a reason of ours: compile.Outcome
 
     def may_reuse(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config import BlocksConfig
 from ..metrics import Metrics
 from ..types import BlockOptions, BlockPlan, Copy, Fold, Interval, RequestState
 from . import guard
@@ -62,15 +63,9 @@ class Measures:
 
     def wanted(self, part: Part) -> bool:
         """Whether the request is to be measured, and can be: its whole prompt lies in this step."""
-        plan, options = plan_to_run(part), part.state.options
-        wanted = POLICIES[options.policy].needs != "layout" or self._is_guarded(part)
-        if not wanted or not any(not s.is_path for s in plan.segments):
-            return False
-        return (
-            part.low == plan.start
-            and part.high == plan.end
-            and sum(len(r) for r in _outside(plan)) <= MAX_PROBE_TOKENS
-        )
+        plan = plan_to_run(part)
+        whole = part.low == plan.start and part.high == plan.end
+        return whole and asks_for_probe(plan, part.state.options, self._blocks.config)
 
     def choose(self, batch: Any, parts: Sequence[Part], run: RunForward) -> None:
         """Replace the plans of the given requests, whose segments are loaded, by what the probes say."""
@@ -85,9 +80,7 @@ class Measures:
         self._guard(batch, [p for p in parts if self._is_guarded(p)], evidence, run)
 
     def _is_guarded(self, part: Part) -> bool:
-        """A bound says something about the policy that it was calibrated with, and about no other."""
-        config = self._blocks.config
-        return config.guard is not None and part.state.options.policy == config.policy
+        return _is_guarded(part.state.options, self._blocks.config)
 
     def _guard(
         self, batch: Any, parts: Sequence[Part], evidence: dict[int, Evidence], run: RunForward
@@ -141,6 +134,19 @@ class Measures:
         probe = Probe(subjects, self._num_layers, self._reduce, self._shared_layers)
         run(*fold_batch(batch, runs, unread=True), probe)
         return {part.index: found for (part, _), found in zip(measured, probe.evidence(), strict=True)}
+
+
+def asks_for_probe(plan: BlockPlan, options: BlockOptions, config: BlocksConfig) -> bool:
+    """Whether something is to be measured of the request before it is computed, and is worth it."""
+    wanted = POLICIES[options.policy].needs != "layout" or _is_guarded(options, config)
+    if not wanted or all(segment.is_path for segment in plan.segments):
+        return False
+    return sum(len(r) for r in _outside(plan)) <= MAX_PROBE_TOKENS
+
+
+def _is_guarded(options: BlockOptions, config: BlocksConfig) -> bool:
+    """A bound says something about the policy that it was calibrated with, and about no other."""
+    return config.guard is not None and options.policy == config.policy
 
 
 def plan_to_run(part: Part) -> BlockPlan:

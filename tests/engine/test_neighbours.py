@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from neighbour_cards import DOCS, Card
 from neighbour_run import to_json
-from neighbour_table import TABLES, write_model
+from neighbour_table import CHUNK, TABLES, write_model
 from neighbours import Game, Hand, hands, playing
 
 pytestmark = pytest.mark.engine
@@ -75,6 +75,16 @@ def test_a_neighbours_hidden_states_are_its_own(game):
     asking = short(return_hidden_states=True)
     assert game.play_cards([folding(), asking], TOGETHER) == []
     assert len(game.alone(asking)["answer"]["meta_info"]["hidden_states"]) == 4
+
+
+def test_a_policy_that_measures_is_not_replaced_because_of_a_neighbour(game):
+    """It needs its whole prompt in one step; cut by what a neighbour left of one, it could not measure."""
+    asking = folding(blockreuse_policy="deviation", blockreuse_tau=None, blockreuse_budget=0.2)
+    wide = card("wide", [300 + i for i in range(CHUNK - 8)], return_logprob=True)
+    replaced = game.num_fallbacks
+    assert game.play_cards([wide, asking], TOGETHER) == []
+    assert game.num_fallbacks == replaced
+    assert game.alone(asking)["answer"]["meta_info"]["blockreuse"][0]["policy"] == "deviation"
 
 
 @pytest.mark.parametrize("how", ["rid", "prefix", "disconnect"])

@@ -83,6 +83,24 @@ def test_installing_the_hooks_twice_wraps_once():
     assert run(code) == "True False"
 
 
+def test_a_target_that_another_plug_in_hooked_first_gets_our_hook_on_top():
+    """SGLang applies the hooks of a target once; ours would be registered and never run."""
+    code = LOAD + (
+        "from sglang.srt.plugins.hook_registry import HookRegistry as R, HookType\n"
+        "from sglang.srt.model_executor.model_runner import ModelRunner\n"
+        "from sglang_blockreuse.host import install_hooks\n"
+        "ModelRunner.forward = lambda self, batch: 'forward'\n"
+        "target = 'sglang.srt.model_executor.model_runner.ModelRunner.forward'\n"
+        "R.register(target, lambda *a: 'theirs', HookType.AFTER)\n"
+        "R.apply_hooks()\n"
+        "import sglang_blockreuse.hooks as ours\n"
+        "ours.after_model_forward = lambda result, *a: result + ', then ours'\n"
+        "install_hooks(); install_hooks()\n"
+        "print(ModelRunner.forward(None, None))"
+    )
+    assert run(code) == "theirs, then ours"
+
+
 def test_the_metric_names_are_frozen():
     from sglang_blockreuse.metrics import SERIES
 

@@ -106,18 +106,25 @@ def _compare_hidden(where: str, a: Any, b: Any) -> Iterator[Difference]:
         yield Difference(f"{where} (entries)", _len(a), _len(b))
         return
     for i, (x, y) in enumerate(zip(a, b, strict=True)):
-        if x and y and isinstance(x[0], list):
-            num = min(len(x), len(y))
-            pairs = zip(x[-num:], y[-num:], strict=True)
+        mine, other = _rows(x), _rows(y)
+        num = min(len(mine), len(other))
+        if num:
+            pairs = zip(mine[-num:], other[-num:], strict=True)
             worst = max(_distance(u, v) for u, v in pairs)
-        elif x and y:
-            worst = _distance(x, y)
         else:
-            worst = 0.0 if x == y else float("inf")
+            worst = 0.0 if mine == other else float("inf")
         if worst > 1.0:
-            yield Difference(
-                f"{where}[{i}]", f"{_len(x)} rows", f"{_len(y)} rows, {worst:.3g} tolerances away"
-            )
+            far = f"{len(other)} rows, {worst:.3g} tolerances away"
+            yield Difference(f"{where}[{i}]", f"{len(mine)} rows", far)
+
+
+def _rows(entry: Any) -> list[list[float]]:
+    """The vectors of an entry, which is one, or lists of them at any depth."""
+    if not isinstance(entry, list) or not entry:
+        return []
+    if not isinstance(entry[0], list):
+        return [entry]
+    return [row for part in entry for row in _rows(part)]
 
 
 def _distance(a: list[float], b: list[float]) -> float:

@@ -106,32 +106,27 @@ def _compare_hidden(where: str, a: Any, b: Any) -> Iterator[Difference]:
         yield Difference(f"{where} (entries)", _len(a), _len(b))
         return
     for i, (x, y) in enumerate(zip(a, b, strict=True)):
-        mine, other = _rows(x), _rows(y)
+        mine, other = list(_numbers(x)), list(_numbers(y))
         num = min(len(mine), len(other))
-        if num:
-            pairs = zip(mine[-num:], other[-num:], strict=True)
-            worst = max(_distance(u, v) for u, v in pairs)
-        else:
-            worst = 0.0 if mine == other else float("inf")
-        if worst > 1.0:
-            far = f"{len(other)} rows, {worst:.3g} tolerances away"
-            yield Difference(f"{where}[{i}]", f"{len(mine)} rows", far)
+        far = _distance(mine[-num:], other[-num:]) if num else 0.0 if mine == other else float("inf")
+        if far > 1.0:
+            yield Difference(
+                f"{where}[{i}]", f"{len(mine)} numbers", f"{len(other)} numbers, {far:.3g} tolerances away"
+            )
 
 
-def _rows(entry: Any) -> list[list[float]]:
-    """The vectors of an entry, which is one, or lists of them at any depth."""
-    if not isinstance(entry, list) or not entry:
-        return []
-    if not isinstance(entry[0], list):
-        return [entry]
-    return [row for part in entry for row in _rows(part)]
+def _numbers(entry: Any) -> Iterator[float]:
+    """Of an entry, which is a vector or holds vectors at some depth, in order."""
+    if not isinstance(entry, list):
+        yield entry
+        return
+    for part in entry:
+        yield from _numbers(part)
 
 
 def _distance(a: list[float], b: list[float]) -> float:
     """In units of the tolerance."""
     absolute, relative = HIDDEN_STATES
-    if len(a) != len(b):
-        return float("inf")
     return max(abs(x - y) / (absolute + relative * abs(x)) for x, y in zip(a, b, strict=True))
 
 

@@ -126,7 +126,7 @@ def _numbers(entry: Any) -> Iterator[float]:
 
 def _distance(a: list[float], b: list[float]) -> float:
     """In units of the tolerance."""
-    absolute, relative = HIDDEN_STATES
+    absolute, relative = HIDDEN_STATES["atol"], HIDDEN_STATES["rtol"]
     return max(abs(x - y) / (absolute + relative * abs(x)) for x, y in zip(a, b, strict=True))
 
 

@@ -76,7 +76,7 @@ def draw(table: Table, seed: int, number: int) -> Card:
     card = _KINDS[kind](f"{kind}-{number}", rng, lead)
     _options(card, rng, table)
     if table.blocks.get("compile") == "background" and card.folds:
-        card.before.append(_compile(card.body))
+        card.before.append(compile_first(card.body))
     if _may_be_a_turn(card, table) and rng.random() < 0.1:
         card = replace(card, session={"streaming": rng.random() < 0.5})
     return card
@@ -155,7 +155,8 @@ _KINDS: dict[str, Callable[[str, random.Random, list[int]], Card]] = {
 }
 
 
-def _compile(body: Body) -> Body:
+def compile_first(body: Body) -> Body:
+    """A request that makes the blocks of `body` known."""
     marks = {
         k: v for k, v in body["sampling_params"].get("custom_params", {}).items() if k == "blockreuse_spans"
     }

@@ -106,25 +106,27 @@ def _compare_hidden(where: str, a: Any, b: Any) -> Iterator[Difference]:
         yield Difference(f"{where} (entries)", _len(a), _len(b))
         return
     for i, (x, y) in enumerate(zip(a, b, strict=True)):
-        if x and y and isinstance(x[0], list):
-            num = min(len(x), len(y))
-            pairs = zip(x[-num:], y[-num:], strict=True)
-            worst = max(_distance(u, v) for u, v in pairs)
-        elif x and y:
-            worst = _distance(x, y)
-        else:
-            worst = 0.0 if x == y else float("inf")
-        if worst > 1.0:
+        mine, other = list(_numbers(x)), list(_numbers(y))
+        num = min(len(mine), len(other))
+        far = _distance(mine[-num:], other[-num:]) if num else 0.0 if mine == other else float("inf")
+        if far > 1.0:
             yield Difference(
-                f"{where}[{i}]", f"{_len(x)} rows", f"{_len(y)} rows, {worst:.3g} tolerances away"
+                f"{where}[{i}]", f"{len(mine)} numbers", f"{len(other)} numbers, {far:.3g} tolerances away"
             )
+
+
+def _numbers(entry: Any) -> Iterator[float]:
+    """Of an entry, which is a vector or holds vectors at some depth, in order."""
+    if not isinstance(entry, list):
+        yield entry
+        return
+    for part in entry:
+        yield from _numbers(part)
 
 
 def _distance(a: list[float], b: list[float]) -> float:
     """In units of the tolerance."""
-    absolute, relative = HIDDEN_STATES
-    if len(a) != len(b):
-        return float("inf")
+    absolute, relative = HIDDEN_STATES["atol"], HIDDEN_STATES["rtol"]
     return max(abs(x - y) / (absolute + relative * abs(x)) for x, y in zip(a, b, strict=True))
 
 

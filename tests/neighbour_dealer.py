@@ -17,7 +17,7 @@ from neighbour_cards import Body, Card
 from plugin.blockreuse_gate import Cells
 from servers import Server
 
-ANSWER_S = 40.0  # a busy machine answers within seconds; what takes longer hangs
+ANSWER_S = 60.0  # a busy machine answers within seconds; what takes longer hangs
 ARRIVAL_S = 5.0
 IGNORED_S = 0.2  # the host drops aborts of what has ended
 

@@ -169,9 +169,8 @@ class Game:
             for body in card.before:
                 dealer.post("/generate", body)
         aborts = {e[1]: e[2] for e in script if e[0] == "abort"}
-        self._num_plays += (
-            1  # the host aborts a streamed request's id again later, so ids are never used twice
-        )
+        # never the same twice: the host aborts the id of a streamed request once more when it has long ended
+        self._num_plays += 1
         rids = [f"play-{self._num_plays}-{i}." for i in range(len(cards))]
         rids = [SHORT_RID if aborts.get(i) == "prefix" else rid for i, rid in enumerate(rids)]
         sessions = [self._first_turn(card) for card in cards]

@@ -53,9 +53,6 @@ SCORER_RECALL = {"int4_keys": 0.9, "label_channels": 0.7}
 # log-probabilities, which is stricter.
 FULL_PREFILL_LOGPROB = 1e-4
 
-# The same for hidden states behind the last norm, whose values are about 1.
-HIDDEN_STATES = (1e-4, 1e-4)
-
 # The reference against an independent computation. Angle tables are float32: an angle's cosine errs by 2^-24.
 REFERENCE = {
     "float64": (1e-12, 1e-12),

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
-from neighbour_cards import DOCS, Card
+from neighbour_cards import DOCS, Card, compile_first
 from neighbour_run import to_json
 from neighbour_table import CHUNK, TABLES, write_model
 from neighbours import Game, Hand, hands, playing
@@ -34,14 +34,15 @@ def card(name: str, ids: list[int], *, kind: str = "plain", custom: dict | None 
     return Card(name, kind, {"input_ids": ids, "sampling_params": params, **body})
 
 
-def folding(**knobs) -> Card:
-    """Two of three documents are copied."""
+def folding(*, known: bool = True, **knobs) -> Card:
+    """Two of three documents are copied; known: their homes stand before the request comes, so it waits for none."""
     ids, spans = list(LEAD), []
     for doc in DOCS[:3]:
         spans += [len(ids), len(ids) + len(doc)]
         ids = ids + doc
     marks = {"blockreuse_spans": spans, "blockreuse_tau": 0, **knobs}
-    return card("folding", ids + QUESTION, kind="moved", custom=marks, return_logprob=True)
+    one = card("folding", ids + QUESTION, kind="moved", custom=marks, return_logprob=True)
+    return replace(one, before=[compile_first(one.body)]) if known else one
 
 
 def short(**body) -> Card:
@@ -74,6 +75,7 @@ def test_a_neighbours_hidden_states_are_its_own(game):
     """Rows that are copied are missing in a folded step, and everything behind them would move up."""
     asking = short(return_hidden_states=True)
     assert game.play_cards([folding(), asking], TOGETHER) == []
+    assert game.met
     assert len(game.alone(asking)["answer"]["meta_info"]["hidden_states"]) == 4
 
 
@@ -91,7 +93,7 @@ def test_a_policy_that_measures_is_not_replaced_because_of_a_neighbour(game):
 @pytest.mark.parametrize("passes", [0, 1, 2, 4], ids=lambda n: f"after {n} passes")
 def test_an_abort_ends_one_request_only(game, how, passes):
     hand = Hand((0, 1), (("post", 0), ("post", 1), ("pass", passes), ("abort", 1, how)))
-    assert game.play_cards([folding(), short()], hand) == []
+    assert game.play_cards([folding(known=False), short()], hand) == []
 
 
 class TestItSeesFaults:
@@ -105,6 +107,7 @@ class TestItSeesFaults:
         cards = [folding(), short()]
         mixed = replace(cards[1], body=with_knob(cards[1], testing_mix=True))
         seats = {seat for seat, _ in self.found(game, cards, [cards[0], mixed])}
+        assert game.met
         assert seats == {0, 1}
 
     def test_a_block_read_at_anothers_home(self, game):

@@ -60,13 +60,13 @@ def _build(base: Base, runner: Any, config: Config, plan: BoundPlan | None) -> A
         from .cpu_backend import CpuAttnBackend
 
         return CpuAttnBackend(runner, plan, timing=config.layers.timing)
-    backend = _cuda_class(base)(runner)
+    backend = cuda_class(base)(runner)
     if is_corrected(config):
         backend.correct(runner, alpha=config.blocks.alpha, beta=config.blocks.beta)
     return backend
 
 
-def _cuda_class(base: Base) -> Any:
+def cuda_class(base: Base) -> Any:
     """Imported when chosen: each pulls in kernels that other devices may not have."""
     if base == "triton":
         from .triton_base import BlockReuseTritonBackend as found

@@ -29,3 +29,17 @@ def host(tiny_model):
     from world import publish_settings
 
     return publish_settings(tiny_model)
+
+
+@pytest.fixture(params=["triton", "flashinfer", "fa3"])
+def base(request, monkeypatch):
+    """The class of a base, with kernels that no CPU has in PyTorch."""
+    from kernel_twins import install_fa3, install_flashinfer
+
+    from sglang_blockreuse.layers.backend import cuda_class
+
+    if request.param == "flashinfer":
+        install_flashinfer(monkeypatch)
+    if request.param == "fa3":
+        install_fa3(monkeypatch)
+    return cuda_class(request.param)

@@ -188,5 +188,15 @@ def install_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "BatchPrefillWithPagedKVCacheWrapper", PagedPrefill, raising=False)
     monkeypatch.setattr(host, "BatchDecodeWithPagedKVCacheWrapper", PagedDecode, raising=False)
     monkeypatch.setattr(host, "BatchPrefillWithRaggedKVCacheWrapper", Ragged, raising=False)
-    # where there is no device these are imported by nobody
     monkeypatch.setattr(host, "should_use_tensor_core", lambda **kwargs: True)
+    monkeypatch.setattr(host, "torch", _OnCpu())
+
+
+class _OnCpu:
+    """torch for a module of the host that says "cuda" where it means the pool's device."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, *shape: Any, device: str, **options: Any) -> Tensor:
+        return torch.empty(*shape, **options)

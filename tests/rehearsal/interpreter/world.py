@@ -34,7 +34,7 @@ TINY = TinyModel(
 SCALE = HEAD_DIM**-0.5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Host:
     """SGLang's settings of a server, and what it reads of the model."""
 

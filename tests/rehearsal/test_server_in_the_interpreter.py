@@ -1,7 +1,7 @@
 """The real server on SGLang's Triton backend and this package's Triton kernels, all in the interpreter.
 
 What the CPU backend hides is on this path: the host's metadata for virtual rows, its kernels, probes on a class of the
-host, alpha and beta in kernels of prefill and decode.
+host, alpha and beta in kernels of prefill and decode. The CPU server answers the same requests beside it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from nursery import Nursery
+from places import PLUGIN
 from prompts import Library, ask, distance, usage
 from tiny_models import TinyModel
 from tolerances import FULL_PREFILL_LOGPROB
@@ -31,7 +32,12 @@ FLAGS = (
     "--context-length",
     "512",
 )
-SMALL_POOL = 420  # tokens: three prompts fit, their answers do not
+# one guard for the configured policy: other policies are asked for by name and not guarded
+GUARDED = {"policy": "head", "guard": 1e-6}
+CORRECTED = {"alpha": -3.0, "beta": -2.0, "num_true_sinks": 2}
+# a prompt computed in three virtual rows, and whatever is generated in the last of them
+ROWS = {"testing_rows": [0, 20, 20, 75, 75, 10_000]}
+SMALL_POOL = 330  # tokens: two prompts fit, three with their answers do not
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +52,17 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def start(interpreter, model, tmp_path_factory):
-    """Starts a server under a configuration of blocks."""
+def start(model, tmp_path_factory):
+    """Starts a server of a nursery under a configuration of blocks; on a CPU's way, or on that of a CUDA device."""
 
-    def started(tokens=2000, **blocks):
+    def started(nursery, blocks, *, like_cuda, tokens=2000):
         folder = tmp_path_factory.mktemp("server")
         config = folder / "blockreuse.yaml"
         config.write_text(json.dumps({"blocks": blocks}))
-        paths = (str(Path(__file__).parent / "plugin"), os.environ.get("PYTHONPATH", ""))
-        return interpreter.server(
+        paths = [str(PLUGIN), os.environ.get("PYTHONPATH", "")]
+        if like_cuda:
+            paths.insert(0, str(Path(__file__).parent / "plugin"))
+        return nursery.server(
             model,
             *FLAGS,
             *("--max-total-tokens", str(tokens), "--blockreuse-config", str(config)),
@@ -65,112 +73,110 @@ def start(interpreter, model, tmp_path_factory):
     return started
 
 
-def know(server):
-    """Give every document a home, behind the system prompt and in another order than is asked for."""
+@pytest.fixture(scope="module")
+def like_cuda(interpreter, start):
+    with start(interpreter, GUARDED, like_cuda=True) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def cpu(nursery, start):
+    with start(nursery, GUARDED, like_cuda=False) as server:
+        yield server
+
+
+def answer(server, order, **asked):
+    """Of a server that knows every document behind the system prompt, from a prompt of another order."""
+    server.flush_cache()
     ids, spans = LIBRARY.prompt((3, 2, 1, 0))
     ask(server, ids, new_tokens=1, blockreuse_spans=spans)
+    ids, spans = LIBRARY.prompt(order)
+    return ask(server, ids, blockreuse_spans=spans, new_tokens=3, **asked)
 
 
-class TestDefaults:
-    @pytest.fixture(scope="class")
-    def server(self, start):
-        with start() as running:
-            yield running
-
-    @pytest.fixture(autouse=True)
-    def known(self, server):
-        server.flush_cache()
-        know(server)
-
-    def test_it_is_the_triton_backend_that_serves(self, server):
-        assert "by BlockReuseTritonBackend" in server.log_text()
-
-    def test_a_prompt_whose_blocks_are_all_repaired_equals_a_full_prefill(self, server):
-        ids, spans = LIBRARY.prompt((0, 1, 2, 3))
-        full = ask(server, ids, blockreuse_mode="off", new_tokens=3)
-        repaired = ask(server, ids, blockreuse_spans=spans, blockreuse_tau=1000, new_tokens=3)
-        assert usage(repaired)["repaired_tokens"] > 0
-        assert distance(repaired, full) <= FULL_PREFILL_LOGPROB
-
-    def test_a_folded_prompt_differs_from_a_full_prefill_no_more_than_on_the_cpu(
-        self, server, model, nursery, tmp_path
-    ):
-        ids, spans = LIBRARY.prompt((1, 3, 0, 2))
-        reused = ask(server, ids, blockreuse_spans=spans, blockreuse_tau=2, new_tokens=3)
-        assert usage(reused)["reused_tokens"] > 60
-        with nursery.server(model, *FLAGS, "--max-total-tokens", "2000", log=tmp_path / "cpu.log") as cpu:
-            know(cpu)
-            same = ask(cpu, ids, blockreuse_spans=spans, blockreuse_tau=2, new_tokens=3)
-        assert usage(same) == usage(reused)
-        assert distance(same, reused) <= FULL_PREFILL_LOGPROB
-
-    @pytest.mark.parametrize("policy", ["query", "head+query", "deviation"])
-    def test_a_policy_that_measures_chooses_as_on_the_cpu(self, server, model, nursery, tmp_path, policy):
-        ids, spans = LIBRARY.prompt((2, 0, 3, 1))
-        asked = {"blockreuse_spans": spans, "blockreuse_policy": policy, "blockreuse_budget": 0.3}
-        here = ask(server, ids, new_tokens=3, **asked)
-        with nursery.server(model, *FLAGS, "--max-total-tokens", "2000", log=tmp_path / "cpu.log") as cpu:
-            know(cpu)
-            there = ask(cpu, ids, new_tokens=3, **asked)
-        assert usage(here)["repaired_tokens"] > 0
-        assert usage(here) == usage(there)
-        assert distance(here, there) <= FULL_PREFILL_LOGPROB
+def exact(server, order):
+    ids, _ = LIBRARY.prompt(order)
+    return ask(server, ids, blockreuse_mode="off", new_tokens=3)
 
 
-def test_the_guard_measures_and_computes_everything_where_repair_is_bad(start):
-    with start(guard=1e-6) as server:
-        know(server)
-        ids, spans = LIBRARY.prompt((0, 1, 2, 3))
-        guarded = ask(server, ids, blockreuse_spans=spans, new_tokens=3)
-        found = usage(guarded)
-        assert found["guard"]["verdict"] == "full"
-        full = ask(server, ids, blockreuse_mode="off", new_tokens=3)
-        assert distance(guarded, full) <= FULL_PREFILL_LOGPROB
+def test_it_is_the_triton_backend_that_serves(like_cuda, cpu):
+    assert "by BlockReuseTritonBackend" in like_cuda.log_text()
+    assert "by CpuAttnBackend" in cpu.log_text()
 
 
-def test_alpha_and_beta_answer_as_on_the_cpu(start, model, nursery, tmp_path):
-    bias = {"alpha": -3.0, "beta": -2.0, "num_true_sinks": 2}
+def test_a_prompt_computed_in_virtual_rows_equals_a_full_prefill(like_cuda):
     ids, spans = LIBRARY.prompt((0, 1, 2, 3))
-    asked = {"blockreuse_spans": spans, "blockreuse_tau": 2, "new_tokens": 4}
-    config = tmp_path / "blockreuse.yaml"
-    config.write_text(json.dumps({"blocks": bias}))
-    flags = ("--max-total-tokens", "2000", "--blockreuse-config", str(config))
-    with start(**bias) as server:
-        know(server)
-        here = ask(server, ids, **asked)
-        plain = ask(server, ids, blockreuse_mode="off", new_tokens=4)
-    with nursery.server(model, *FLAGS, *flags, log=tmp_path / "cpu.log") as cpu:
-        know(cpu)
-        there = ask(cpu, ids, **asked)
-        plain_there = ask(cpu, ids, blockreuse_mode="off", new_tokens=4)
-    assert usage(here)["reused_tokens"] > 60
+    like_cuda.flush_cache()
+    full = exact(like_cuda, (0, 1, 2, 3))
+    like_cuda.flush_cache()
+    lines = like_cuda.log_text().count("requests in 3 rows")
+    folded = ask(like_cuda, ids, blockreuse_spans=spans, new_tokens=3, **ROWS)
+    assert like_cuda.log_text().count("requests in 3 rows") == lines + 1
+    assert distance(folded, full) <= FULL_PREFILL_LOGPROB
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"blockreuse_policy": "seam", "blockreuse_tau": 2},
+        {"blockreuse_policy": "query", "blockreuse_budget": 0.3},
+        {"blockreuse_policy": "head+query", "blockreuse_budget": 0.3},
+        {"blockreuse_policy": "deviation", "blockreuse_budget": 0.1},
+    ],
+    ids=lambda asked: asked["blockreuse_policy"],
+)
+def test_a_policy_repairs_and_answers_as_on_the_cpu(like_cuda, cpu, asked):
+    here, there = (answer(server, (1, 3, 0, 2), **asked) for server in (like_cuda, cpu))
+    assert usage(here)["reused_tokens"] > 50
+    assert usage(here)["repaired_tokens"] > 5
+    assert usage(here) == usage(there)
     assert distance(here, there) <= FULL_PREFILL_LOGPROB
-    assert distance(plain, plain_there) <= FULL_PREFILL_LOGPROB
-    assert distance(here, plain) > 100 * FULL_PREFILL_LOGPROB  # the terms act
+    if asked["blockreuse_policy"] == "seam":  # what is reused is no full prefill: the comparison can tell
+        assert distance(here, exact(like_cuda, (1, 3, 0, 2))) > 100 * FULL_PREFILL_LOGPROB
 
 
-def test_retracted_requests_answer_as_if_nothing_had_happened(start):
-    """More is promised than the pool holds, so the host takes requests back and runs them again."""
-    orders = [(0, 1, 2), (1, 2, 3), (2, 3, 0)]
-    prompts = [LIBRARY.prompt(order) for order in orders]
-    with start() as server:
-        alone = [ask(server, ids, blockreuse_mode="off", new_tokens=24) for ids, _ in prompts]
-    with start(tokens=SMALL_POOL) as server:
+def test_the_guard_measures_and_computes_everything_where_repair_is_bad(like_cuda, cpu):
+    here, there = (answer(server, (2, 0, 1, 3)) for server in (like_cuda, cpu))
+    assert usage(here)["guard"]["verdict"] == "full"
+    assert usage(here)["guard"]["value"] == pytest.approx(usage(there)["guard"]["value"], abs=1e-4)
+    assert distance(here, exact(like_cuda, (2, 0, 1, 3))) <= FULL_PREFILL_LOGPROB
+
+
+def test_alpha_and_beta_answer_as_on_the_cpu(interpreter, nursery, start):
+    """In the prefill that repairs and in the decode steps behind it."""
+    found = []
+    for used, like_cuda in ((interpreter, True), (nursery, False)):
+        with start(used, CORRECTED, like_cuda=like_cuda) as server:
+            corrected = answer(server, (0, 2, 1, 3), blockreuse_tau=2)
+            found.append((corrected, exact(server, (0, 2, 1, 3))))
+    (here, full_here), (there, full_there) = found
+    assert usage(here)["reused_tokens"] > 50
+    assert distance(here, there) <= FULL_PREFILL_LOGPROB
+    assert distance(full_here, full_there) <= FULL_PREFILL_LOGPROB
+    assert distance(here, full_here) > 100 * FULL_PREFILL_LOGPROB  # the terms act
+
+
+def test_retracted_requests_answer_as_if_nothing_had_happened(interpreter, start, like_cuda):
+    """More is promised than the pool holds, so the host takes requests back and computes them again, in rows."""
+    prompts = [LIBRARY.prompt(order) for order in ((0, 1, 2), (1, 2, 3), (2, 3, 0))]
+    params = [
+        {
+            "temperature": 0,
+            "max_new_tokens": 24,
+            "ignore_eos": True,
+            "custom_params": {"blockreuse_spans": spans, **ROWS},
+        }
+        for _, spans in prompts
+    ]
+    like_cuda.flush_cache()
+    alone = [ask(like_cuda, ids, blockreuse_mode="off", new_tokens=24) for ids, _ in prompts]
+    with start(interpreter, {"compile": "off"}, like_cuda=True, tokens=SMALL_POOL) as server:
         together = server.generate(
             input_ids=[ids for ids, _ in prompts],
-            sampling_params=[
-                {
-                    "temperature": 0,
-                    "max_new_tokens": 24,
-                    "ignore_eos": True,
-                    "custom_params": {"blockreuse_spans": spans, "blockreuse_tau": 1000},
-                }
-                for _, spans in prompts
-            ],
+            sampling_params=params,
             return_logprob=True,
             top_logprobs_num=20,
         )
-        log = server.log_text()
-    assert "retract" in log.lower()
-    for answer, want in zip(together, alone, strict=True):
-        assert distance(answer, want) <= FULL_PREFILL_LOGPROB
+        assert "retract" in server.log_text().lower()
+    for found, want in zip(together, alone, strict=True):
+        assert distance(found, want) <= FULL_PREFILL_LOGPROB

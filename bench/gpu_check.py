@@ -253,8 +253,8 @@ def check_served_rows(batch: Batch) -> Iterator[Check]:
         forward_batch = served.forward_batch(run_lens)
         served.rows.plan(forward_batch)
         q = batch.queries(sum(run_lens or [1] * len(runs)))
-        attend = served.rows.extend if run_lens else served.rows.decode
-        got = attend(forward_batch, q, batch.k, batch.v)
+        operands = (q, batch.k, batch.v)
+        got = served.rows.extend(forward_batch, *operands) if run_lens else served.rows.decode(*operands)
         yield compare(name, batch.dtype, got, served.expected(q, run_lens or [1] * len(runs)))
 
 
@@ -265,7 +265,7 @@ def check_graph(batch: Batch) -> Check:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         served.rows.plan(forward_batch)
-        out = served.rows.decode(forward_batch, q, batch.k, batch.v)
+        out = served.rows.decode(q, batch.k, batch.v)
     served.lens.copy_(served.lens.flip(0))
     served.requests.copy_(served.requests.roll(1))
     served.table.copy_(served.table.flip(1))

@@ -113,6 +113,8 @@ def _refusals(config: Config, plan: BoundPlan | None, base: Base, model: Model) 
             f"the model has a sliding window of {model.sliding_window}, for which SGLang's FlashInfer class keeps a "
             "second set of index buffers that does not hold the rows of folded prompts. Set kernels: triton"
         )
+    if base == "flashinfer" and model.has_sinks:
+        yield "the model has attention sinks of its own, which SGLang's FlashInfer class ignores. Set kernels: triton"
     if is_corrected(config):
         fix = "Set blocks.alpha and blocks.beta to 0"
         yield from (f"{reason}. {fix}" for reason in _uncorrected(base, model))

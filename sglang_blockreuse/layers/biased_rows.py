@@ -1,7 +1,7 @@
 """Attention of a batch's rows with alpha and beta by slot tag, for the CUDA bases.
 
 Rows are read where the host's page table names them: row r begins at entry first_R[r] of the flattened table and has
-the batch's seq_lens[r] keys. Nothing is built per forward, and a captured decode step replays with other rows.
+lens_R[r] keys. No list is built per forward, and a captured decode step replays with other rows.
 
 Dims: R rows of the batch, T its tokens, Q query heads, H KV heads, D head dim, S pool slots, I keys of all rows
 """
@@ -50,11 +50,13 @@ class BiasedRows:
             "scale": shape.scale,
         }
         self._first_R: Tensor | None = None
+        self._lens_R: Tensor | None = None
         self._qo_indptr_R1: Tensor | None = None
 
     def plan(self, forward_batch: Any) -> None:
         """Once per forward, for all layers; recorded where a decode step is captured."""
         self._first_R = forward_batch.req_pool_indices.long() * self._table.stride(0)
+        self._lens_R = forward_batch.seq_lens.clone()  # the host's own may move on before the last layer
         if not forward_batch.forward_mode.is_decode():
             self._qo_indptr_R1 = _indptr(forward_batch.extend_seq_lens)
 
@@ -69,13 +71,13 @@ class BiasedRows:
             self._table.view(-1),
             self._first_R,
             self._qo_indptr_R1,
-            kv_lens_R=forward_batch.seq_lens,
+            kv_lens_R=self._lens_R,
             max_q_len=max(forward_batch.extend_seq_lens_cpu),
             **self._bias,
         )
         return out
 
-    def decode(self, forward_batch: Any, q_RQD: Tensor, k_SHD: Tensor, v_SHD: Tensor) -> Tensor:
+    def decode(self, q_RQD: Tensor, k_SHD: Tensor, v_SHD: Tensor) -> Tensor:
         """out [R, Q, D]."""
         assert self._first_R is not None
         out, _ = decode_attention(
@@ -84,7 +86,7 @@ class BiasedRows:
             v_SHD,
             self._table.view(-1),
             self._first_R,
-            kv_lens_R=forward_batch.seq_lens,
+            kv_lens_R=self._lens_R,
             max_len=self._shape.max_len,
             **self._bias,
         )

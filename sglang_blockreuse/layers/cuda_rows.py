@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
@@ -103,7 +104,14 @@ class CudaRows:
             return out
         self._write(k, v, layer, forward_batch, save_kv_cache, kwargs)
         pools = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-        return self._rows.decode(forward_batch, _heads(q, layer), *pools).flatten(1)
+        return self._rows.decode(_heads(q, layer), *pools).flatten(1)
+
+    def shared_read_ends(self, fm: Any) -> SharedReadEnds:
+        """Corrected rows read the host's page table in every layer, so it must stay as it is to the step's end."""
+        if self._rows is not None and fm.is_decode():
+            return SharedReadEnds.POST_REPLAY
+        ends: SharedReadEnds = super().shared_read_ends(fm)
+        return ends
 
     def can_run_prefill_cuda_graph(self, forward_batch: Any) -> bool:
         """A captured prefill has static buffers for one row per request, shows no layer, and knows no tags."""

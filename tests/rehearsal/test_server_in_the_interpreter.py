@@ -33,7 +33,7 @@ FLAGS = (
     "512",
 )
 # one guard for the configured policy: other policies are asked for by name and not guarded
-GUARDED = {"policy": "head", "guard": 1e-6}
+GUARDED = {"policy": "head", "guard": 0.001}
 CORRECTED = {"alpha": -3.0, "beta": -2.0, "num_true_sinks": 2}
 # a prompt computed in three virtual rows, and whatever is generated in the last of them
 ROWS = {"testing_rows": [0, 20, 20, 75, 75, 10_000]}

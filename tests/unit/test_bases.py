@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from sglang_blockreuse.config import BlocksConfig, Config, ConfigError, LayersConfig
@@ -72,8 +74,6 @@ def test_every_cuda_base_takes_a_plain_server_and_one_with_alpha_and_beta(base):
     ],
 )
 def test_a_model_that_alpha_and_beta_do_not_reach_is_refused_with_them_only(base, changed, words):
-    import dataclasses
-
     model = dataclasses.replace(LLAMA, **changed)
     require_served(Config(), None, base, model)
     with pytest.raises(ConfigError, match=words):
@@ -81,10 +81,14 @@ def test_a_model_that_alpha_and_beta_do_not_reach_is_refused_with_them_only(base
 
 
 def test_flashinfer_with_a_sliding_window_is_refused_in_plain_words():
-    import dataclasses
-
     model = dataclasses.replace(LLAMA, sliding_window=1024)
     with pytest.raises(ConfigError, match=r"sliding window of 1024.*kernels: triton"):
+        require_served(Config(), None, "flashinfer", model)
+
+
+def test_flashinfer_with_a_model_s_own_sinks_is_refused():
+    model = dataclasses.replace(LLAMA, has_sinks=True)
+    with pytest.raises(ConfigError, match=r"FlashInfer class ignores.*kernels: triton"):
         require_served(Config(), None, "flashinfer", model)
 
 
@@ -97,8 +101,6 @@ def test_a_layer_plan_and_its_clock_are_refused_before_weights_are_loaded(base):
 
 
 def test_every_reason_is_given_at_once():
-    import dataclasses
-
     model = dataclasses.replace(LLAMA, head_dims=(288, 288), has_sinks=True)
     with pytest.raises(ConfigError, match=r"head dims.*sinks"):
         require_served(CORRECTED, None, "triton", model)

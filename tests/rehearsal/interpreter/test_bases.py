@@ -80,3 +80,32 @@ def test_a_tag_that_is_not_heeded_is_seen(base, host):
     q, _, out = run_layer(world, backend, batch, 0)
     with pytest.raises(AssertionError):
         assert_close(out, world.law(batch, 0, q))
+
+
+def test_a_corrected_step_keeps_the_page_table_to_its_end(base, host):
+    """The host may hand request slots on as soon as a backend says that it has read the table."""
+    from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    world = World(host, ONE_FOLD)
+    backend = base(world.runner)
+    assert backend.shared_read_ends(ForwardMode.DECODE) is SharedReadEnds.IN_REPLAY
+    backend.correct(world.runner, alpha=-1.0, beta=0.0)
+    assert backend.shared_read_ends(ForwardMode.DECODE) is SharedReadEnds.POST_REPLAY
+
+
+def test_a_captured_step_finds_its_rows_anew_in_every_replay(base, host):
+    """What a graph records is run again on the static inputs: other requests, other lengths, no Python in between."""
+    world = World(host, ONE_FOLD)
+    world.compute_all()
+    backend, batch = base(world.runner), world.decode_batch()
+    backend.correct(world.runner, alpha=-1.0, beta=-0.5)
+    tags = world.tags(backend)
+    backend.init_forward_metadata_in_graph(batch)  # as at capture: no eager entry point is called
+    q, _, _ = run_layer(world, backend, batch, 0)
+    batch.req_pool_indices.copy_(batch.req_pool_indices.flip(0))
+    batch.seq_lens.copy_(batch.seq_lens.flip(0))
+    batch.out_cache_loc.copy_(batch.out_cache_loc.flip(0))
+    backend.init_forward_metadata_in_graph(batch)
+    q, _, out = run_layer(world, backend, batch, 0)
+    assert_close(out, world.law(batch, 0, q, tags=tags, alpha=-1.0, beta=-0.5))

@@ -234,12 +234,6 @@ CONTRACT: tuple[HostName, ...] = (
         ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
     ),
     HostName(
-        _SRT + "layers.attention.flashattention_backend.FlashAttentionBackend.forward_extend",
-        "subclass",
-        "the same on sm90",
-        ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
-    ),
-    HostName(
         _SRT + "layers.attention.base_attn_backend.AttentionBackend.shared_read_ends",
         "subclass",
         "rows with alpha and beta read the page table in every layer",

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import triton
@@ -36,6 +37,7 @@ from sglang_blockreuse.kernels.rerank import rerank
 from sglang_blockreuse.kernels.rotate_copy import PoolTable, rotate_copy
 from sglang_blockreuse.kernels.scan import pooled_scores, scan
 from sglang_blockreuse.kernels.top_k import top_k
+from sglang_blockreuse.layers.biased_rows import BiasedRows, Shape
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from tolerances import KERNEL_OUT
@@ -133,6 +135,7 @@ def run_checks(sizes: Sizes, device: str) -> Iterator[Check]:
         batch = Batch(sizes, dtype, device)
         yield from check_rotate_copy(batch)
         yield from check_attention(batch)
+        yield from check_served_rows(batch)
         yield from check_selection(batch)
     if device == "cuda":
         yield check_graph(Batch(sizes, torch.bfloat16, device))
@@ -207,21 +210,69 @@ def check_selection(batch: Batch) -> Iterator[Check]:
         yield same("rerank ids", dtype, chosen[0], expected_ids)
 
 
+class ServedRows:
+    """Rows as a server attends them with alpha and beta: in the host's page table, in any order of request slots."""
+
+    def __init__(self, batch: Batch) -> None:
+        sizes = batch.sizes
+        self.batch, self.lens = batch, batch.lens.clamp(min=1).long()
+        order = torch.randperm(sizes.num_rows, device=batch.device)
+        self.table = torch.zeros((sizes.num_rows + 1, sizes.context), dtype=torch.int32, device=batch.device)
+        self.requests = order + 1
+        self.table[self.requests] = batch.indices.view(sizes.num_rows, -1)
+        shape = Shape(sizes.num_heads * sizes.group, batch.scale, sizes.context, sizes.num_rows)
+        self.rows = BiasedRows(self.table, batch.k, shape, **BIAS)
+        self.rows.tags_S.copy_(batch.tags)
+        self.rows.warm_up(batch.k, batch.v, batch.dtype)
+
+    def forward_batch(self, runs: list[int] | None = None) -> SimpleNamespace:
+        """What of the host's batch such rows read; `runs` are the queries of each row, None a decode step."""
+        return SimpleNamespace(
+            forward_mode=SimpleNamespace(is_decode=lambda: runs is None),
+            req_pool_indices=self.requests,
+            seq_lens=self.lens,
+            extend_seq_lens=torch.tensor(runs, device=self.batch.device) if runs else None,
+            extend_seq_lens_cpu=runs,
+        )
+
+    def expected(self, q: Tensor, runs: list[int]) -> Tensor:
+        batch = self.batch
+        lists = [self.table[r, :n] for r, n in zip(self.requests.tolist(), self.lens.tolist(), strict=True)]
+        bounds = [
+            torch.tensor([0, *lens], device=batch.device).cumsum(0) for lens in (self.lens.tolist(), runs)
+        ]
+        wide = (q.double(), batch.k.double(), batch.v.double())
+        options = {"scale": batch.scale, "tags_S": batch.tags, **BIAS}
+        return reference.extend_attention(*wide, torch.cat(lists), *bounds, **options)[0]
+
+
+def check_served_rows(batch: Batch) -> Iterator[Check]:
+    served = ServedRows(batch)
+    runs = [min(batch.sizes.run_len, n) for n in served.lens.tolist()]
+    for name, run_lens in (("extend_attention", runs), ("decode_attention", None)):
+        forward_batch = served.forward_batch(run_lens)
+        served.rows.plan(forward_batch)
+        q = batch.queries(sum(run_lens or [1] * len(runs)))
+        operands = (q, batch.k, batch.v)
+        got = served.rows.extend(forward_batch, *operands) if run_lens else served.rows.decode(*operands)
+        yield compare(name, batch.dtype, got, served.expected(q, run_lens or [1] * len(runs)))
+
+
 def check_graph(batch: Batch) -> Check:
-    """A captured decode replays with rows of other lengths and other slots."""
-    q = batch.queries(batch.sizes.num_rows)
-    rows = {"kv_lens_R": batch.lens.clone(), "scale": batch.scale, "tags_S": batch.tags, **BIAS}
-    indices, call = batch.indices.clone(), (q, batch.k, batch.v)
-    decode_attention(*call, indices, batch.indptr, num_splits=8, **rows)
+    """A captured decode step replays with rows of other requests, lengths, slots and tags."""
+    served = ServedRows(batch)
+    q, forward_batch = batch.queries(batch.sizes.num_rows), served.forward_batch()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, _ = decode_attention(*call, indices, batch.indptr, num_splits=8, **rows)
-    rows["kv_lens_R"].copy_(batch.lens.flip(0))
-    indices.copy_(batch.indices.flip(0))
+        served.rows.plan(forward_batch)
+        out = served.rows.decode(q, batch.k, batch.v)
+    served.lens.copy_(served.lens.flip(0))
+    served.requests.copy_(served.requests.roll(1))
+    served.table.copy_(served.table.flip(1))
+    batch.tags.copy_(batch.tags.flip(0))
+    served.rows.tags_S.copy_(batch.tags)
     graph.replay()
-    wide = [x.double() for x in call]
-    expected, _ = reference.decode_attention(*wide, indices, batch.indptr, **rows)
-    return compare("decode_attention", batch.dtype, out, expected)
+    return compare("decode_attention", batch.dtype, out, served.expected(q, [1] * batch.sizes.num_rows))
 
 
 def copy_bandwidth() -> float:

@@ -1,6 +1,6 @@
 """The biased attention on FlashInfer's own kernels: one plan per tag class, merged by log-sum-exp.
 
-Dims as in reference.py, and: C tag classes
+Dims as in reference.py, and: C tag classes, M entries of a mask
 
 alpha and beta are constant in a tag class, so softmax(scale q.k + bias) over a row is the merge of the plain
 attention over each class, with the class's log-sum-exp shifted by its bias. Each class has a page list of its own
@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from .reference import ClassList, class_bias, math_dtype, merge_states, split_by_class
+from .reference import NUM_TAG_CLASSES, check_rows, class_bias, math_dtype, merge_states
 
 LOG2E = 1.4426950408889634
 
@@ -72,53 +72,90 @@ def plan_classes(
     page_size: int = 1,
     kv_lens_R: Tensor | None = None,
 ) -> list[ClassPlan]:
-    """Splits virtual rows (see `reference.extend_attention`) by tag; a decode row has one query. Synchronises.
+    """Splits virtual rows (see `reference.extend_attention`) by tag; a decode row has one query. Synchronises, a few
+    times for each class and never for a row.
 
     With both biases 0 there is one class. Classes of equal bias stay apart: a class is its tag.
     """
     if alpha == 0.0 and beta == 0.0:
         tags_S = torch.zeros_like(tags_S)
-    classes = split_by_class(kv_indices, kv_indptr_R1, tags_S, page_size=page_size, kv_lens_R=kv_lens_R)
-    num_keys_R = sum(
-        (part.indptr_R1.diff() for part in classes), torch.zeros_like(kv_indptr_R1[1:], dtype=torch.int64)
+    rows = _Rows.of(kv_indices, kv_indptr_R1, qo_indptr_R1, page_size, kv_lens_R)
+    tag_I = tags_S[rows.slots_I] & (NUM_TAG_CLASSES - 1)
+    return [
+        part
+        for tag in range(NUM_TAG_CLASSES)
+        if (part := _class(tag, tag_I == tag, rows, alpha, beta)) is not None
+    ]
+
+
+class _Rows(NamedTuple):
+    """Every key of a batch in the order of the rows, and where each row's queries stand."""
+
+    slots_I: Tensor
+    row_I: Tensor
+    positions_I: Tensor  # index of the key in its row
+    num_queries_R: Tensor
+    first_query_R: Tensor
+    qo_indptr_R1: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        kv_indices: Tensor,
+        kv_indptr_R1: Tensor,
+        qo_indptr_R1: Tensor,
+        page_size: int,
+        kv_lens_R: Tensor | None,
+    ) -> _Rows:
+        """Raises ValueError if a row has more keys than entries."""
+        check_rows(kv_indptr_R1, page_size=page_size, kv_lens_R=kv_lens_R)
+        lens_R = kv_indptr_R1.diff().long() if kv_lens_R is None else kv_lens_R.long()
+        row_I = torch.repeat_interleave(torch.arange(len(lens_R), device=lens_R.device), lens_R)
+        positions_I = torch.arange(len(row_I), device=lens_R.device) - (lens_R.cumsum(0) - lens_R)[row_I]
+        entries_I = kv_indices[kv_indptr_R1.long()[row_I] + positions_I // page_size].long()
+        num_queries_R = qo_indptr_R1.diff().long()
+        return cls(
+            entries_I * page_size + positions_I % page_size,
+            row_I,
+            positions_I,
+            num_queries_R,
+            lens_R - num_queries_R,
+            qo_indptr_R1.int(),
+        )
+
+
+def _class(tag: int, kept_I: Tensor, rows: _Rows, alpha: float, beta: float) -> ClassPlan | None:
+    """The plan of one tag, or None where no key has it."""
+    at = kept_I.nonzero()[:, 0]
+    if at.numel() == 0:
+        return None
+    row_I, positions_I = rows.row_I[at], rows.positions_I[at]
+    lens_R = torch.zeros_like(rows.num_queries_R).index_add_(0, row_I, torch.ones_like(row_I))
+    own_I = positions_I >= rows.first_query_R[row_I]
+    num_own_R = torch.zeros_like(lens_R).index_add_(0, row_I, own_I.long())
+    # regions of a row:  [ before the queries | own positions ]: a class may hold none, all, or some of its own
+    causal = bool((num_own_R == rows.num_queries_R).all())
+    masked = not causal and bool(num_own_R.any())
+    indptr_R1 = torch.nn.functional.pad(lens_R.cumsum(0), (1, 0))
+    return ClassPlan(
+        tag=tag,
+        bias=class_bias(tag, alpha, beta),
+        qo_indptr_R1=rows.qo_indptr_R1,
+        kv_indptr_R1=indptr_R1.int(),
+        kv_indices=rows.slots_I[at].int(),
+        last_page_len_R=torch.ones_like(lens_R).int() if masked else lens_R.clamp(max=1).int(),
+        causal=causal,
+        custom_mask=_visible(positions_I, lens_R, indptr_R1, rows) if masked else None,
     )
-    num_queries_R = qo_indptr_R1.diff().long()
-    first_query_R = num_keys_R - num_queries_R
-    plans = []
-    for part in classes:
-        lens_R = part.indptr_R1.diff()
-        row_I = torch.repeat_interleave(torch.arange(lens_R.numel(), device=lens_R.device), lens_R)
-        num_own_R = torch.zeros_like(lens_R).index_add_(
-            0, row_I, (part.positions_I >= first_query_R[row_I]).long()
-        )
-        # regions of a row:  [ before the queries | own positions ]: a class may hold none, all, or some of its own
-        causal = bool((num_own_R == num_queries_R).all())
-        masked = not causal and bool(num_own_R.any())
-        plans.append(
-            ClassPlan(
-                tag=part.tag,
-                bias=class_bias(part.tag, alpha, beta),
-                qo_indptr_R1=qo_indptr_R1.int(),
-                kv_indptr_R1=part.indptr_R1.int(),
-                kv_indices=part.slots_I.int(),
-                last_page_len_R=torch.ones_like(lens_R).int() if masked else lens_R.clamp(max=1).int(),
-                causal=causal,
-                custom_mask=_visible(part, num_queries_R, first_query_R) if masked else None,
-            )
-        )
-    return plans
 
 
-def _visible(part: ClassList, num_queries_R: Tensor, first_query_R: Tensor) -> Tensor:
-    """Flat bool mask: query i of a row sees the keys of the class up to its own position."""
-    bounds = part.indptr_R1.tolist()
-    masks = []
-    for r, (num_queries, first) in enumerate(
-        zip(num_queries_R.tolist(), first_query_R.tolist(), strict=True)
-    ):
-        query = torch.arange(first, first + num_queries, device=part.positions_I.device)
-        masks.append((part.positions_I[bounds[r] : bounds[r + 1]] <= query[:, None]).flatten())
-    return torch.cat(masks)
+def _visible(positions_I: Tensor, lens_R: Tensor, indptr_R1: Tensor, rows: _Rows) -> Tensor:
+    """Flat bool mask, row after row [queries x keys]: a query sees the keys of the class up to its own position."""
+    sizes_R = rows.num_queries_R * lens_R
+    row_M = torch.repeat_interleave(torch.arange(len(lens_R), device=lens_R.device), sizes_R)
+    at_M = torch.arange(len(row_M), device=lens_R.device) - (sizes_R.cumsum(0) - sizes_R)[row_M]
+    query_M, key_M = at_M // lens_R[row_M], at_M % lens_R[row_M]
+    return positions_I[indptr_R1[row_M] + key_M] <= rows.first_query_R[row_M] + query_M
 
 
 class ClassAttention:

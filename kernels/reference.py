@@ -17,7 +17,6 @@ Sums run in float64 for float64 operands and in float32 for every other dtype; l
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -342,24 +341,29 @@ def row_slots(
     kv_indices: Tensor, kv_indptr_R1: Tensor, *, page_size: int = 1, kv_lens_R: Tensor | None = None
 ) -> Iterator[Tensor]:
     """Yields the int64 slots of each row's keys. Raises ValueError if a row has more keys than entries."""
-    if page_size > 1 and kv_lens_R is None:
-        raise ValueError(
-            f"page_size {page_size} needs kv_lens_R: entries are pages and do not tell the last page's length"
-        )
     bounds = kv_indptr_R1.tolist()
-    lens = kv_lens_R.tolist() if kv_lens_R is not None else [b - a for a, b in itertools.pairwise(bounds)]
-    for r, num_keys in enumerate(lens):
+    for r, num_keys in enumerate(check_rows(kv_indptr_R1, page_size=page_size, kv_lens_R=kv_lens_R)):
         num_entries = -(-num_keys // page_size)
-        if num_entries > bounds[r + 1] - bounds[r]:
-            raise ValueError(
-                f"row {r} has {bounds[r + 1] - bounds[r]} entries, but {num_keys} keys need {num_entries}"
-            )
         entries = kv_indices[bounds[r] : bounds[r] + num_entries].long()
         if page_size == 1:
             yield entries
             continue
         key = torch.arange(num_keys, device=kv_indices.device)
         yield entries[key // page_size] * page_size + key % page_size
+
+
+def check_rows(kv_indptr_R1: Tensor, *, page_size: int, kv_lens_R: Tensor | None) -> list[int]:
+    """The number of keys of each row. Raises ValueError if a row has more keys than entries. Synchronises."""
+    if page_size > 1 and kv_lens_R is None:
+        raise ValueError(
+            f"page_size {page_size} needs kv_lens_R: entries are pages and do not tell the last page's length"
+        )
+    entries: list[int] = kv_indptr_R1.diff().tolist()
+    lens: list[int] = entries if kv_lens_R is None else kv_lens_R.tolist()
+    for r, (num_keys, available) in enumerate(zip(lens, entries, strict=True)):
+        if (needed := -(-num_keys // page_size)) > available:
+            raise ValueError(f"row {r} has {available} entries, but {num_keys} keys need {needed}")
+    return lens
 
 
 def _rows(

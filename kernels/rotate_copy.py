@@ -87,7 +87,7 @@ def rotate_copy(
         num_tokens,
         *pool_strides(k_pool, page_size),
         *pool_strides(v_pool, page_size),
-        0 if cos_TF.shape[0] == 1 else half,
+        0 if cos_TF.shape[0] < num_tokens else half,
         H=num_heads,
         F=half,
         BLOCK_F=triton.next_power_of_2(max(half, 1)),
@@ -105,13 +105,21 @@ def rotate_copy(
     )
 
 
+def warm_up(k_table: PoolTable, v_table: PoolTable, half: int, *, is_neox: bool) -> None:
+    """Compile what serving launches, by moving a slot that nobody reads onto itself: slot 0, the host's padding."""
+    slot = torch.zeros(1, dtype=torch.int64, device=k_table.pointers_L.device)
+    angle = torch.zeros((1, half), device=slot.device)
+    rotate_copy(k_table, v_table, slot, slot, angle.cos(), angle, is_neox=is_neox)
+
+
 def _table(pools: Tensor | Sequence[Tensor] | PoolTable) -> PoolTable:
     if isinstance(pools, PoolTable):
         return pools
     return PoolTable.of([pools] if isinstance(pools, Tensor) else pools)
 
 
-@triton.jit
+# one compiled kernel for any number of tokens: lengths of serving must not reach the compiler
+@triton.jit(do_not_specialize=["num_tokens"])
 def _rotate_copy_kernel(
     k_pointers,
     v_pointers,

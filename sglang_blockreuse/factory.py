@@ -135,16 +135,14 @@ def _tags(ctx: Any, config: Config) -> SlotTags | None:
     if blocks.alpha == 0.0 and blocks.beta == 0.0:
         return None
     backend = ctx.tp_worker.model_runner.attn_backend
-    if not hasattr(backend, "tags"):
-        raise UnsupportedServer(
-            f"blocks.alpha is {blocks.alpha} and blocks.beta is {blocks.beta}, but {type(backend).__name__} does not "
-            "add terms to logits yet; only the CPU backend does. Set both to 0."
-        )
     pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     tags = SlotTags(
         pool.k_buffer[0].shape[0], num_sinks=blocks.num_true_sinks, device=pool.k_buffer[0].device
     )
-    backend.tags, backend.alpha, backend.beta = tags.values_S, blocks.alpha, blocks.beta
+    if backend.tags is not None:
+        tags.values_S = backend.tags  # a captured decode step reads this very tensor
+    else:
+        backend.tags, backend.alpha, backend.beta = tags.values_S, blocks.alpha, blocks.beta
     return tags
 
 

@@ -280,6 +280,33 @@ CONTRACT: tuple[HostName, ...] = (
         ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
     ),
     HostName(
+        _SRT + "layers.attention.triton_backend.TritonAttnBackend.forward_extend",
+        "subclass",
+        "attention on CUDA: virtual rows, probes, alpha and beta",
+        ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
+    ),
+    HostName(
+        _SRT + "layers.attention.flashinfer_backend.FlashInferAttnBackend.forward_extend",
+        "subclass",
+        "the same where kernels are FlashInfer's",
+        ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
+    ),
+    HostName(
+        _SRT + "layers.attention.base_attn_backend.AttentionBackend.shared_read_ends",
+        "subclass",
+        "rows with alpha and beta read the page table in every layer",
+        ("self", "fm"),
+    ),
+    HostName(
+        _SRT + "layers.attention.base_attn_backend.AttentionBackend.init_forward_metadata_in_graph",
+        "subclass",
+        "their rows are found anew in every replay",
+        ("self", "forward_batch"),
+    ),
+    HostName(
+        _SRT + "runtime_context.get_platform", "call", "which generation of devices the base is chosen for"
+    ),
+    HostName(
         _SRT + "mem_cache.memory_pool.ReqToTokenPool.alloc_rows",
         "call",
         "counts in req_generation how often a request slot was handed out, which tells rows apart",

@@ -24,6 +24,8 @@ def register() -> None:
     register_attention_backend(NAME)(_attention_backend)
     register_radix_cache_backend(NAME, _radix_cache)
     register_resolution_hook("handle_other_validations")(_resolve)
+    for step in ("handle_model_specific_adjustments", "handle_deterministic_inference"):
+        register_resolution_hook(step)(_explain)
     HookRegistry.register("sglang.srt.server_args.ServerArgs.add_cli_args", _add_cli_args, HookType.AFTER)
     HookRegistry.register("sglang.srt.server_args.ServerArgs.from_cli_args", _from_cli_args, HookType.AROUND)
 
@@ -43,10 +45,29 @@ def _radix_cache(ctx: Any) -> Any:
 def _resolve(server_args: Any, previous: Any) -> None:
     """The one step that every launch takes in the process that tokenises, with or without a command line."""
     previous(server_args)
+    if server_args.attention_backend == NAME:
+        from .layers.backend import check_base
+
+        check_base(server_args)
     if server_args.radix_cache_backend == NAME:
         from .settings import prepare_tokenizer
 
         prepare_tokenizer(server_args)
+
+
+def _explain(server_args: Any, previous: Any) -> None:
+    """Some models and settings are served by attention backends that SGLang knows by name, and ours is none of them."""
+    try:
+        previous(server_args)
+    except (AssertionError, ValueError) as error:
+        if server_args.attention_backend != NAME or NAME not in str(error):
+            raise
+        from .config import ConfigError
+
+        raise ConfigError(
+            f"attention backend blockreuse cannot serve this model or setting: {error} Choose one of those backends, "
+            "and with it another --radix-cache-backend, or drop the setting."
+        ) from error
 
 
 def _add_cli_args(result: Any, parser: Any) -> None:

@@ -257,8 +257,8 @@ FAULTS = [
     Fault(
         "custom mask lets a query see one key more",
         "flashinfer_attention.py",
-        "query = torch.arange(first, first + num_queries",
-        "query = 1 + torch.arange(first, first + num_queries",
+        "<= rows.first_query_R[row_M] + query_M",
+        "<= 1 + rows.first_query_R[row_M] + query_M",
         FLASHINFER,
     ),
     Fault(

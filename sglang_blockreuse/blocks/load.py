@@ -30,9 +30,14 @@ class KvLoader:
         self._groups = [
             (group, _table(k_buffers, group.layers), _table(v_buffers, group.layers)) for group in groups
         ]
-        if cpu_rotate_copy.covers(k_buffers[0]):
-            for group in groups:
+        for group, k_table, v_table in self._groups:
+            if cpu_rotate_copy.covers(k_buffers[0]):
                 cpu_rotate_copy.warm_up(k_buffers[0], is_neox=group.is_neox)
+            elif self.device.type == "cuda":
+                from ..kernels import rotate_copy
+
+                half = 0 if group.table is None else group.table.shape[1] // 2
+                rotate_copy.warm_up(k_table, v_table, half, is_neox=group.is_neox)
 
     def load(self, state: RequestState, row_slots: Tensor, low: int, high: int) -> int:
         """Copy the part of the plan that lies in the chunk [low, high).

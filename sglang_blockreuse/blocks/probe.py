@@ -44,6 +44,7 @@ class ProbeDone(Exception):
 @contextmanager
 def probing(backend: Any, probe: Probe) -> Iterator[None]:
     """Let `backend` show its layers to `probe`, and take the probe's leaving for the end of the forward."""
+    probe.begin(backend.token_to_kv_pool.get_key_buffer)
     backend.probe = probe
     try:
         yield
@@ -63,6 +64,8 @@ class Subject:
     rows: tuple[Interval, ...]  # positions that the probe computes, ascending
     first: int  # index of the request's first token in the probe's forward
     asked_T: Tensor | None = None  # indices, among the request's probed tokens, of the question
+    at_T: Tensor | None = None  # positions of the probed tokens, beside the pool
+    old_THD: Tensor | None = None  # their keys of the compared layer as they were before the forward
     attention_3N: Tensor | None = None  # float32: summed over the question, its maximum, its last token's
     change_2T: Tensor | None = None  # float32: squared |k_new - k_old| and |k_new| per probed token
 
@@ -73,10 +76,20 @@ class Subject:
     def positions(self) -> Tensor:
         return torch.from_numpy(positions_of(self.rows))
 
+    def begin(self) -> None:
+        """Bring what the layers ask for to the pool's device, once per forward."""
+        device = self.slots_N.device
+        self.at_T = self.positions().to(device, non_blocking=True)
+        if self.asked_T is not None:
+            self.asked_T = self.asked_T.to(device, non_blocking=True)
+
 
 @dataclass(slots=True)
 class Probe:
     """Rides on the attention backend for one forward; the backend calls it in every layer.
+
+    The old keys are kept aside before the forward begins: a model may rotate and write its keys in one operation of
+    its own, so by the time that attention is called the pool may hold the new ones already.
 
     shared_layers: layers without KV of their own, whose new keys nobody keeps and nothing can be compared with.
     """
@@ -104,14 +117,19 @@ class Probe:
         own = [at for at in range(self.num_layers) if at not in self.shared_layers]
         return next((at for at in own if at >= layer), own[-1])
 
-    def before_write(self, layer: Any, k_THD: Tensor, pool_SHD: Tensor) -> None:
-        """New keys of the forward's tokens, and the pool that still holds the old ones."""
+    def begin(self, keys: Callable[[int], Tensor]) -> None:
+        """keys: the key pool [S, H, D] of a layer, which still holds what was loaded."""
         for subject in self.subjects:
-            if self._compared.get(subject.kind) == layer.layer_id:
-                self._compare(subject, k_THD, pool_SHD)
+            subject.begin()
+            layer = self._compared.get(subject.kind)
+            if layer is not None:
+                subject.old_THD = keys(layer)[subject.slots_N[subject.at_T]]
 
     def after_write(self, layer: Any, q_TQD: Tensor, k_SHD: Tensor, v_SHD: Tensor) -> None:
         """Queries of the forward's tokens, and the pools with what they see. Raises ProbeDone."""
+        for subject in self.subjects:
+            if self._compared.get(subject.kind) == layer.layer_id:
+                _compare(subject, k_SHD)
         if layer.layer_id in self._question_layers:
             for subject in self.subjects:
                 if subject.kind == "question":
@@ -133,13 +151,6 @@ class Probe:
         deviation_N[subject.positions()] = change_T / norm_T.clamp_min(1e-6)
         return Evidence(deviation_N=_numpy(deviation_N))
 
-    def _compare(self, subject: Subject, k_THD: Tensor, pool_SHD: Tensor) -> None:
-        new_THD = k_THD[subject.first : subject.first + subject.num_tokens].float()
-        old_THD = pool_SHD[subject.slots_N[subject.positions().to(subject.slots_N.device)]].float()
-        subject.change_2T = torch.stack(
-            [(new_THD - old_THD).square().sum(dim=(1, 2)), new_THD.square().sum(dim=(1, 2))]
-        )
-
 
 def question_layers(num_layers: int) -> range:
     first, last = (round(share * (num_layers - 1)) for share in QUESTION_LAYERS)
@@ -150,17 +161,27 @@ def guard_layer(num_layers: int) -> int:
     return min(max(DEVIATION_DEPTH, round(GUARD_DEPTH * num_layers)), num_layers - 1)
 
 
+def _compare(subject: Subject, k_SHD: Tensor) -> None:
+    """Old and new keys as the pool holds them: what a repair would replace, and by what."""
+    assert subject.old_THD is not None
+    new_THD, old_THD = k_SHD[subject.slots_N[subject.at_T]].float(), subject.old_THD.float()
+    subject.change_2T = torch.stack(
+        [(new_THD - old_THD).square().sum(dim=(1, 2)), new_THD.square().sum(dim=(1, 2))]
+    )
+
+
 def _attend(subject: Subject, q_TQD: Tensor, k_SHD: Tensor, v_SHD: Tensor, *, scale: float) -> None:
     """Add how much of each position the question takes up: attention times the length of the value.
 
     The length matters: sinks draw attention and give nothing, their values are short.
     """
     assert subject.asked_T is not None
-    slots_N, asked_A = subject.slots_N, subject.asked_T.to(q_TQD.device)
+    assert subject.at_T is not None
+    slots_N, asked_A = subject.slots_N, subject.asked_T
     k_NHD, v_NHD = k_SHD[slots_N].float(), v_SHD[slots_N].float()
     q_AHGD = q_TQD[subject.first + asked_A].float().unflatten(1, (k_NHD.shape[1], -1))
     logits_HGAN = torch.einsum("ahgd,nhd->hgan", q_AHGD, k_NHD) * scale
-    position_A = subject.positions()[subject.asked_T].to(q_TQD.device)
+    position_A = subject.at_T[asked_A]
     hidden_AN = torch.arange(len(slots_N), device=q_TQD.device) > position_A[:, None]
     weights_HGAN = logits_HGAN.masked_fill_(hidden_AN, -torch.inf).softmax(dim=-1)
     taken_HGAN = weights_HGAN * v_NHD.norm(dim=-1).T[:, None, None]

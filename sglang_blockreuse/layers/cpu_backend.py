@@ -180,8 +180,6 @@ class CpuAttnBackend(AttentionBackend):
                 "which would be ignored. Choose --attention-backend torch_native."
             )
         probe, keys = self.probe, self.token_to_kv_pool.get_key_buffer(layer.layer_id)
-        if probe is not None and k is not None:
-            probe.before_write(layer, k.view(-1, layer.tp_k_head_num, layer.head_dim), keys)
         if save_kv_cache and k is not None and v is not None and layer.layer_id not in self.readers:
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         plan = self.forward_metadata

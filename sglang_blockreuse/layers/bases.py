@@ -104,8 +104,8 @@ def require_served(config: Config, plan: BoundPlan | None, base: Base, model: Mo
 def _refusals(config: Config, plan: BoundPlan | None, base: Base, model: Model) -> Iterator[str]:
     if plan is not None and not plan.is_dense:
         yield (
-            f"layer plan {short(config.layers.plan)} (--layer-plan or layers.plan) has layers that are not dense, or not on "
-            "KV of their own (kv_from), which is served on the CPU only in this version. Choose full on CUDA"
+            f"layer plan {short(config.layers.plan)} (--layer-plan or layers.plan) has layers that are not dense, "
+            "or not on KV of their own (kv_from), which is served on the CPU only in this version. Choose full on CUDA"
         )
     if config.layers.timing:
         yield "layers.timing counts decode steps under a layer plan, which are served on the CPU only. Set it to false"

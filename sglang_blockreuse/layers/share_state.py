@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..kernels import cpu_cache
 from ..kernels.cpu_select import Table
 from .plan import BoundLayer, BoundPlan
 
@@ -213,9 +214,7 @@ def pointers(layer: BoundLayer) -> tuple[int, int]:
 @functools.cache
 def digest() -> Callable[..., Any]:
     """int64 [R] over the rows' positions, slots and counts; any single change of a value shows."""
-    import numba
-
-    @numba.njit(nogil=True)
+    @cpu_cache.compiled(nogil=True)
     def compiled(requests_R, positions, slots, counts):  # type: ignore[no-untyped-def]
         digests = np.empty(requests_R.shape[0], np.int64)
         for r in range(requests_R.shape[0]):

@@ -160,7 +160,11 @@ WARM = {
 
 
 class TestWarmUp:
-    """No request waits for a compiler. Kernels that other tests compiled are forgotten first."""
+    """No request waits for a compiler. Kernels that other tests compiled are forgotten first, on disk too."""
+
+    @pytest.fixture(autouse=True)
+    def no_compiled_kernels(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def compiled(self, words, *, warm):
         for module in (cpu_codes, cpu_pages, cpu_route, cpu_scan, cpu_select, cpu_sparse, share_state):

@@ -8,7 +8,8 @@ from array import array
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from drawn import examples
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sglang_blockreuse.blocks import auto
@@ -68,7 +69,7 @@ def cases(draw: st.DrawFn):
     return donors, prompt
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(cases())
 def test_every_hit_is_true_maximal_and_no_exact_prefix(case):
     donors, prompt = case
@@ -92,7 +93,7 @@ def test_every_hit_is_true_maximal_and_no_exact_prefix(case):
         free = end
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(cases())
 def test_what_lies_between_hits_holds_no_long_match(case):
     """Completeness: a stretch of 2W - 1 tokens contains an entered window, so it cannot be missed."""
@@ -164,7 +165,7 @@ def test_equal_hashes_of_different_windows_are_told_apart(monkeypatch):
     assert found(index, [2, *document]) == [(1, 61, 1)]
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @example([([0] * 5, True), ([0] * 4, True)])  # a shorter prompt of the same token is another one
 @given(st.lists(st.tuples(ids, st.booleans()), max_size=20))
 def test_the_memory_bound_holds_and_nothing_is_left_of_what_went(donors):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from prompts import Library, ask, distance, usage
-from servers import extended_server
+from prompts import Library, ask, distance, know, usage
+from servers import lease
 from tolerances import FULL_PREFILL_LOGPROB
 
 pytestmark = pytest.mark.engine
@@ -12,24 +12,9 @@ LIBRARY = Library(seed=6)
 
 
 @pytest.fixture(scope="module")
-def server(model_path, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("correction")
-    config = folder / "blockreuse.yaml"
-    config.write_text("blocks: {alpha: -30.0, beta: -3.0, num_true_sinks: 2}\n")
-    flags = ("--dtype", "float32", "--max-total-tokens", "12000", "--max-running-requests", "4")
-    flags += ("--blockreuse-config", str(config))
-    with extended_server(model_path, *flags, log=folder / "server.log") as running:
+def server():
+    with lease(blocks={"alpha": -30.0, "beta": -3.0, "num_true_sinks": 2}) as running:
         yield running
-
-
-@pytest.fixture(autouse=True)
-def empty_tree(server):
-    server.flush_cache()
-
-
-def know(server) -> None:
-    ids, spans = LIBRARY.prompt((3, 2, 1, 0))
-    ask(server, ids, new_tokens=1, blockreuse_spans=spans)
 
 
 def test_local_keys_are_pushed_away(server):
@@ -37,7 +22,7 @@ def test_local_keys_are_pushed_away(server):
     ids, spans = LIBRARY.prompt((0, 1, 2, 3))
     full = ask(server, ids, blockreuse_mode="off")
     server.flush_cache()
-    know(server)
+    know(server, LIBRARY, (3, 2, 1, 0))
     answer = ask(server, ids, blockreuse_spans=spans, blockreuse_tau=0)
     assert usage(answer)["reused_tokens"] > 200
     assert distance(answer, full) > 1000 * FULL_PREFILL_LOGPROB
@@ -49,7 +34,7 @@ def test_without_local_keys_f_is_plain_attention(server):
     full = ask(server, ids, blockreuse_mode="off", new_tokens=8)
     for _ in range(3):
         server.flush_cache()
-        know(server)
+        know(server, LIBRARY, (3, 2, 1, 0))
         ask(server, ids, blockreuse_spans=spans, blockreuse_tau=0, new_tokens=8)
         repaired = ask(server, ids, blockreuse_spans=spans, blockreuse_tau=1000, new_tokens=8)
         exact = ask(server, ids, blockreuse_spans=spans, blockreuse_mode="exact", new_tokens=8)

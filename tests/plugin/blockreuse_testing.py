@@ -27,7 +27,8 @@ import os
 
 
 def knob(req, name):
-    return (req.sampling_params.custom_params or {}).get(name)
+    params = req.sampling_params.custom_params
+    return params.get(name) if isinstance(params, dict) else None  # a request may hold nonsense
 
 
 def register():
@@ -45,7 +46,7 @@ def register():
     HookRegistry.register("sglang_blockreuse.layers.row_modes.RowModes.admit", note_stale, HookType.AFTER)
     HookRegistry.register("sglang_blockreuse.layers.share_state.ShareState.seal", spoil, HookType.AROUND)
     HookRegistry.register(
-        "sglang_blockreuse.layers.sparse_repair.SparseRepair._short", nobody, HookType.AROUND
+        "sglang_blockreuse.layers.sparse_repair.SparseRepair.short", nobody, HookType.AROUND
     )
     HookRegistry.register("sglang_blockreuse.blocks.step.repair_mask", dense_repair, HookType.AROUND)
     for store in ("index_keys.IndexKeys", "page_index.PageIndex"):
@@ -192,7 +193,7 @@ def spoil(original, state, layer, kind):
 
 def stale_rows(state):
     """Row of the state's tables -> field. The state of repair tokens has row ids of slot holder and position."""
-    row_ids, lens = state._expected_R3[:, 0].tolist(), state._expected_R3[:, 2].tolist()
+    row_ids, lens = state.expected_R3[:, 0].tolist(), state.expected_R3[:, 2].tolist()
     if row_ids and row_ids[0] >> 32:
         return {row: STALE_REPAIR[n] for row, n in enumerate(lens) if n in STALE_REPAIR}
-    return {slot: STALE[slot] for slot in state._requests_R.tolist() if slot in STALE}
+    return {slot: STALE[slot] for slot in state.requests_R.tolist() if slot in STALE}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from nursery import STARTS, Nursery
+from nursery import ONE_THREAD, STARTS, Nursery
 from places import ROOT
 from servers import shared_nursery
 
@@ -29,8 +29,8 @@ settings.load_profile("ci")  # `--hypothesis-profile nightly` loads the other on
 def pytest_configure(config: pytest.Config) -> None:
     """One thread for each worker and its servers; workers take this process's environment."""
     if getattr(config.option, "numprocesses", None):
-        for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
-            os.environ.setdefault(name, "1")
+        for name, value in ONE_THREAD.items():
+            os.environ.setdefault(name, value)
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ from faults import Fault
 from faults_blocks import BLOCK_FAULTS
 from faults_kernels import INTERPRETER, KERNEL_FAULTS
 from faults_layers import LAYER_FAULTS
+from nursery import ONE_THREAD
 from places import ROOT
 
 FAULTS = [*KERNEL_FAULTS, *BLOCK_FAULTS, *LAYER_FAULTS]
@@ -64,7 +65,7 @@ class Warm:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", **env},
+            env={**os.environ, **ONE_THREAD, "PYTHONDONTWRITEBYTECODE": "1", **env},
         )
         self._jobs: dict[int, Future[int]] = {}
         self._lock = Lock()

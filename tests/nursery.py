@@ -31,6 +31,9 @@ import requests
 from sglang_blockreuse.server_process import HOST, POLL_S, PR_SET_PDEATHSIG, Server, ServerFailed, free_port
 
 START_TIMEOUT_S = 300.0
+# OpenMP reads its environment as it is loaded, so what the server sets for itself comes too late in a fork: its
+# threads would spin at their barriers, each on a core that another worker's server needs.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 LOG_TAIL = 6000  # characters of a failed server's log
 STARTS: Counter[str] = Counter()  # servers that this test run has started, by how
 
@@ -47,7 +50,7 @@ class Nursery:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **(env or {})},
+            env={**ONE_THREAD, **os.environ, **(env or {})},
         )
 
     def __enter__(self) -> Nursery:

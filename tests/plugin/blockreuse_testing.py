@@ -46,6 +46,9 @@ def register():
     HookRegistry.register("sglang_blockreuse.layers.row_modes.RowModes.admit", note_stale, HookType.AFTER)
     HookRegistry.register("sglang_blockreuse.layers.share_state.ShareState.seal", spoil, HookType.AROUND)
     HookRegistry.register(
+        "sglang_blockreuse.layers.share_state.ShareState.take", spoil_taken, HookType.AROUND
+    )
+    HookRegistry.register(
         "sglang_blockreuse.layers.sparse_repair.SparseRepair.short", nobody, HookType.AROUND
     )
     HookRegistry.register("sglang_blockreuse.blocks.step.repair_mask", dense_repair, HookType.AROUND)
@@ -175,20 +178,26 @@ def nobody(original, repair, lens):
 
 
 def spoil(original, state, layer, kind):
-    from sglang_blockreuse.layers.share_state import FIELDS
-
-    table, stamps = state.written()[layer.layer, kind]
-    stale = stale_rows(state)
-    for slot, field in stale.items():
+    """What no check can see: other content, stamped as good."""
+    table, _ = state.written()[layer.layer, kind]
+    for slot, field in stale_rows(state).items():
         if field == "unseen":
             table.positions[slot] = table.positions[slot, 0, 0]
             table.slots[slot] = table.slots[slot, 0, 0]
     original(state, layer, kind)
-    for slot, field in stale.items():
+
+
+def spoil_taken(original, state, layer):
+    """After whoever wrote it has read it, and before the layer that takes it."""
+    from sglang_blockreuse.layers.share_state import FIELDS
+
+    table, stamps = state.written()[layer.anchor, "pool" if layer.role == "reindex" else "indices"]
+    for slot, field in stale_rows(state).items():
         if field in FIELDS:
             stamps[slot, FIELDS.index(field)] += 1
         elif field != "unseen":
             getattr(table, field)[slot] += 1
+    return original(state, layer)
 
 
 def stale_rows(state):

@@ -10,7 +10,7 @@
     testing_rotations: int          move keys by this many times their distance, until another request is planned
     testing_stale: FIELD            spoil this field of what layer groups share about the request, in every step;
                                     "unseen" spoils the positions and stamps them as good
-    testing_stale_repair: [P, FIELD]  the same for the repair token at position P, where the plan has `prefill: sparse`
+    testing_stale_repair: [P, ..., FIELD]  the same for the repair tokens at these positions under `prefill: sparse`
     testing_dense_repair: true      repair is dense although the plan has `prefill: sparse`
     testing_short_repair: true      repair tokens whose keys are fewer than final_k go the way of the others
     testing_mute: true              announce no write of KV to the index keys, until another request is admitted
@@ -160,9 +160,8 @@ def note_stale(result, modes, reqs):
     repair_is_dense = any(knob(req, "testing_dense_repair") for req in reqs)
     short_repair_is_sparse = any(knob(req, "testing_short_repair") for req in reqs)
     STALE_REPAIR.clear()
-    STALE_REPAIR.update(
-        {found[0] + 1: found[1] for found in (knob(req, "testing_stale_repair") for req in reqs) if found}
-    )
+    marked = [knob(req, "testing_stale_repair") for req in reqs]
+    STALE_REPAIR.update({position + 1: found[-1] for found in marked if found for position in found[:-1]})
     for req in reqs:
         STALE.pop(req.kv.req_pool_idx, None)
         if knob(req, "testing_stale"):

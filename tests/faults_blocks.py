@@ -31,10 +31,10 @@ BLOCK_FAULTS = [
         f"{POLICY} -k windows_of_tau",
     ),
     _fault(
-        "the budget is dealt rounded down",
+        "what short segments leave is dealt to nobody",
         "policy",
-        "min(capacities[i], -(-left // num_open))",
-        "min(capacities[i], left // num_open)",
+        "num_open = len(capacities) - rank",
+        "num_open = len(capacities)",
         f"{PLAN} -k dealing",
     ),
     _fault(
@@ -220,11 +220,11 @@ BLOCK_FAULTS = [
         f"{AUTO} -k another_namespace",
     ),
     _fault(
-        "equal hashes are equal windows",
+        "short stretches are hits",
         "auto",
-        "if ahead < self.window:",
-        "if ahead < 0:",
-        f"{AUTO} -k equal_hashes",
+        "if ahead + behind >= max(self.min_hit, 1 + (len(best.span) if best else 0)):",
+        "if ahead + behind >= 1 + (len(best.span) if best else 0):",
+        f"{AUTO} -k short_stretches",
     ),
     _fault(
         "the index has no bound",

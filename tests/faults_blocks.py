@@ -262,10 +262,10 @@ BLOCK_FAULTS = [
         MARKING,
     ),
     _fault(
-        "rope probes end at half of the table",
+        "a rotary table that was changed is trusted",
         "rope",
-        "limit = group.table.shape[0]",
-        "limit = group.table.shape[0] // 2",
+        "if off is None or not off <= 2 * torch.finfo(rope.dtype).eps:",
+        "if off is None:",
         f"{ROPE} -k changed_after",
     ),
 ]

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from .cpu_cache import compiled
 from .cpu_numba import half_loader
 from .cpu_scan import PLAIN, Mix, run
 from .cpu_select import Rows, Table
@@ -70,9 +71,7 @@ def _fill(num_bytes: int) -> Any:
 
 @functools.cache
 def _missing() -> Callable[..., Any]:
-    import numba
-
-    @numba.njit(nogil=True)
+    @compiled(nogil=True)
     def found(requests, lens, slot_table, current, phase, period):
         absent, checked = [np.int64(0) for _ in range(0)], [np.int64(0) for _ in range(0)]
         seen = np.uint8(2)  # rows share slots, and one that is absent is nothing to check

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import cpu_select
+from .cpu_cache import compiled
 from .cpu_scan import Mix
 from .cpu_select import Geometry, Rows, Table
 
@@ -64,9 +65,7 @@ def missing(
 
 @functools.cache
 def _missing() -> Callable[..., Any]:
-    import numba
-
-    @numba.njit(nogil=True)
+    @compiled(nogil=True)
     def found(
         requests,
         lens,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from . import reference
+from .cpu_cache import compiled
 
 _STORAGE = {torch.bfloat16: torch.uint16, torch.float32: torch.float32}
 
@@ -105,7 +106,7 @@ def _compiled(dtype: torch.dtype, is_neox: bool) -> Callable[..., None]:
                 for d in range(v_SHD.shape[2]):
                     v_SHD[target, h, d] = v_SHD[source, h, d]
 
-    return jit(rotate_copy_layer)
+    return compiled(nogil=True, error_model="numpy")(rotate_copy_layer)
 
 
 def _bf16_to_float(bits: Any, out: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from .cpu_cache import compiled
 from .cpu_scan import Mix
 from .cpu_select import Rows, Table
 from .reference_route import STRIDE
@@ -70,9 +71,7 @@ def mix(q_RQC: Any, chosen_RQ: Any, num_heads: int, *, residual: bool) -> tuple[
 
 @functools.cache
 def _sampler() -> Callable[..., None]:
-    import numba
-
-    @numba.njit(nogil=True)
+    @compiled(nogil=True)
     def sampled(
         requests,
         lens,

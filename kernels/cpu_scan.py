@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .cpu_cache import compiled
 from .cpu_numba import REORDER, exponential
 
 CHUNK = 512  # keys that one task scores
@@ -66,7 +67,7 @@ def _logits(fill: Any, num_heads: int, group: int, num_channels: int, mixed: boo
         def queries(first, r, e):
             return e * group, e * group + group
 
-    @numba.njit(parallel=True, nogil=True, error_model="numpy", fastmath=REORDER)
+    @compiled(parallel=True, nogil=True, error_model="numpy", fastmath=REORDER)
     def logits(
         q, first, keys, ranges, requests, lens, slot_table, tags, bias, positions, slots, counts, pooled, work
     ):
@@ -102,7 +103,7 @@ def _shares() -> Callable[..., None]:
 
     exp = exponential()
 
-    @numba.njit(parallel=True, nogil=True, error_model="numpy", fastmath=REORDER)
+    @compiled(parallel=True, nogil=True, error_model="numpy", fastmath=REORDER)
     def shares(requests, lens, counts, pooled, weights, work):
         num_queries = work.shape[1]
         for task in numba.prange(requests.shape[0] * num_queries):

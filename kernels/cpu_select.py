@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from .cpu_cache import compiled
 from .cpu_numba import REORDER, bit_casts, loader
 from .cpu_scan import PLAIN, Mix, run
 
@@ -118,9 +119,7 @@ def extend(rows: Rows, pool: Table, seen_R: Any, out: Table) -> None:
 
 @functools.cache
 def _extender() -> Callable[..., None]:
-    import numba
-
-    @numba.njit(nogil=True)
+    @compiled(nogil=True)
     def extend(requests, lens, slot_table, positions, counts, seen, out, out_slots, out_counts):
         for r in range(requests.shape[0]):
             if seen[r] == 0:
@@ -158,7 +157,7 @@ def _keeper(page_size: int) -> Callable[..., None]:
     _, to_bits = bit_casts()
     threshold_of = numba.njit(nogil=True, error_model="numpy")(_threshold)
 
-    @numba.njit(parallel=True, nogil=True, error_model="numpy", fastmath=REORDER)
+    @compiled(parallel=True, nogil=True, error_model="numpy", fastmath=REORDER)
     def keep(
         requests,
         lens,

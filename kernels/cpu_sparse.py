@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from .cpu_cache import compiled
 from .cpu_numba import REORDER, exponential, loader
 from .cpu_scan import CHUNK
 from .cpu_select import Geometry, Rows, Table
@@ -52,7 +53,7 @@ def _shares_kernel(geometry: Geometry) -> Callable[..., None]:
     num_heads, group, head_dim = geometry[1:]
     load = loader(geometry.dtype)
 
-    @numba.njit(parallel=True, nogil=True, error_model="numpy", fastmath=REORDER)
+    @compiled(parallel=True, nogil=True, error_model="numpy", fastmath=REORDER)
     def attend(shares, values, requests, lens, slot_table, out):
         num_rows = requests.shape[0]
         num_chunks = (shares.shape[2] + CHUNK - 1) // CHUNK
@@ -87,7 +88,7 @@ def _kernel(geometry: Geometry) -> Callable[..., None]:
     num_heads, group, head_dim = geometry[1:]
     load, exp = loader(geometry.dtype), exponential()
 
-    @numba.njit(parallel=True, nogil=True, error_model="numpy", fastmath=REORDER)
+    @compiled(parallel=True, nogil=True, error_model="numpy", fastmath=REORDER)
     def attend(q, keys, values, requests, tags, bias, slots, counts, out):
         for task in numba.prange(requests.shape[0] * num_heads):
             r, h = task // num_heads, task % num_heads

@@ -1,21 +1,36 @@
-"""Fixtures that every test file may use, and what a run says at its end."""
+"""Fixtures that every test file may use, the tiers of the suite, and what a run says at its end.
+
+The default tier is everything outside tests/nightly. `pytest -m nightly` runs the rest, and so does naming its files.
+With two workers, tests of one file or of one `xdist_group` stay together: they share servers, or what they made.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
-from nursery import STARTS, Nursery
+from nursery import ONE_THREAD, STARTS, Nursery
+from places import ROOT
 from servers import shared_nursery
 
 from sglang_blockreuse.model import ensure_model
 
+pytest.register_assert_rewrite("laws", "looks", "sparse_checks")
+
 # a busy machine is no failure
-settings.register_profile("no deadline", deadline=None)
-settings.load_profile("no deadline")
+settings.register_profile("ci", deadline=None, derandomize=True)
+settings.register_profile("nightly", deadline=None, print_blob=True)
+settings.load_profile("ci")  # `--hypothesis-profile nightly` loads the other one; see drawn.py
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One thread for each worker and its servers; workers take this process's environment."""
+    if getattr(config.option, "numprocesses", None):
+        for name, value in ONE_THREAD.items():
+            os.environ.setdefault(name, value)
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +43,26 @@ def model_path() -> Path:
 def nursery() -> Nursery:
     """Starts servers in seconds."""
     return shared_nursery()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves the nightly tier out unless it is asked for, and keeps the tests of a file on one worker."""
+    asked = "nightly" in config.option.markexpr or any("nightly" in word for word in config.args)
+    left_out = [item for item in items if not asked and is_nightly(item)]
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    # those that take long go first, so that no worker is left with one at the end
+    items[:] = sorted(
+        (item for item in items if item not in left_out),
+        key=lambda item: item.get_closest_marker("engine") is None,
+    )
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+
+
+def is_nightly(item: pytest.Item) -> bool:
+    return item.path.is_relative_to(ROOT / "tests" / "nightly")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -43,7 +78,6 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    starts: Counter[str] = STARTS
-    if starts:
-        kinds = ", ".join(f"{num} {kind}" for kind, num in sorted(starts.items()))
-        terminalreporter.write_line(f"{starts.total()} servers started: {kinds}")
+    if STARTS:
+        kinds = ", ".join(f"{num} {kind}" for kind, num in sorted(STARTS.items()))
+        terminalreporter.write_line(f"{STARTS.total()} servers started: {kinds}")

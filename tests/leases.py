@@ -9,7 +9,6 @@ has come since.
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -32,7 +31,7 @@ class Setting:
     kind: Literal["extended", "stock"]
     model: Path
     flags: tuple[str, ...]
-    blocks: str  # section `blocks` of the configuration as JSON; "": the defaults
+    config: str  # the configuration as JSON; "": the defaults
     plan: str  # name of a shipped layer plan, or the text of another; "": none
     env: tuple[tuple[str, str], ...]
 
@@ -130,9 +129,9 @@ class Leases:
         folder.mkdir()
         self._num_started += 1
         flags = setting.flags
-        if setting.blocks:
+        if setting.config:
             config = folder / "blockreuse.json"
-            config.write_text(json.dumps({"blocks": json.loads(setting.blocks)}))
+            config.write_text(setting.config)
             flags += ("--blockreuse-config", str(config))
         if setting.plan:
             plan = setting.plan

@@ -2,7 +2,8 @@
 
 Importing SGLang in each of a server's processes is nearly all of what a tiny model's server takes to start. What
 runs in the fork is the command line of `sglang-blockreuse serve`, with SGLang's processes forked instead of spawned;
-nothing of the host is replaced. Environment variables that are read at import time keep the nursery's values.
+nothing of the host is replaced. Environment variables that are read at import time keep the nursery's values, but for
+those that make the scheduler retract requests.
 
     with Nursery() as nursery, nursery.server(model_path, "--dtype", "float32", log=log) as server: ...
 """
@@ -30,6 +31,9 @@ import requests
 from sglang_blockreuse.server_process import HOST, POLL_S, PR_SET_PDEATHSIG, Server, ServerFailed, free_port
 
 START_TIMEOUT_S = 300.0
+# OpenMP reads its environment as it is loaded, so what the server sets for itself comes too late in a fork: its
+# threads would spin at their barriers, each on a core that another worker's server needs.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 LOG_TAIL = 6000  # characters of a failed server's log
 STARTS: Counter[str] = Counter()  # servers that this test run has started, by how
 
@@ -46,7 +50,7 @@ class Nursery:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **(env or {})},
+            env={**ONE_THREAD, **os.environ, **(env or {})},
         )
 
     def __enter__(self) -> Nursery:
@@ -159,6 +163,7 @@ def _fork(kind: str, arguments: list[str], log: str, env: dict[str, str]) -> int
             os.dup2(output, stream)
         os.environ.update(env)
         sys.path[:0] = env.get("PYTHONPATH", "").split(os.pathsep)
+        _read_again()
         multiprocessing.set_start_method("fork", force=True)
         multiprocessing.set_start_method = lambda *args, **kwargs: None  # SGLang asks for spawn
         status = _run(kind, arguments)
@@ -172,6 +177,14 @@ def _fork(kind: str, arguments: list[str], log: str, env: dict[str, str]) -> int
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _read_again() -> None:
+    from sglang.srt.environ import envs
+    from sglang.srt.managers import scheduler
+
+    scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()
+    scheduler.TEST_RETRACT_INTERVAL = envs.SGLANG_TEST_RETRACT_INTERVAL.get()
 
 
 def _run(kind: str, arguments: list[str]) -> int:

@@ -6,3 +6,4 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PLUGIN = ROOT / "tests" / "plugin"  # the tests' own plug-in of SGLang
+REHEARSAL_PLUGIN = ROOT / "tests" / "rehearsal" / "plugin"  # a platform that serves on the Triton interpreter

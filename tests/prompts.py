@@ -62,6 +62,12 @@ def ask(
     )
 
 
+def know(server: Server, library: Library, order: Sequence[int] = (0, 1, 2, 3), **request: Any) -> None:
+    """Make the library's documents known."""
+    ids, spans = library.prompt(order)
+    ask(server, ids, new_tokens=1, blockreuse_spans=spans, **request)
+
+
 def usage(answer: dict[str, Any]) -> dict[str, Any]:
     """The one usage object of a finished request."""
     (found,) = answer["meta_info"]["blockreuse"]

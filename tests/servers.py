@@ -21,9 +21,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from leases import Leased, Leases, Setting
 from nursery import STARTS, Nursery
-from places import PLUGIN
+from places import PLUGIN, ROOT
 from tiny_models import talking_model
 
 from sglang_blockreuse.model import ensure_model
@@ -34,6 +35,7 @@ __all__ = [
     "Leased",
     "Server",
     "extended_server",
+    "language_model",
     "lease",
     "shared_nursery",
     "spawned_server",
@@ -73,6 +75,7 @@ def lease(
     *flags: str,
     model: Path | Literal["tiny", "smollm2"] = "tiny",
     blocks: Mapping[str, Any] | None = None,
+    layers: Mapping[str, Any] | None = None,
     plan: str = "",
     env: Mapping[str, str] | None = None,
     kind: Literal["extended", "stock"] = "extended",
@@ -81,22 +84,29 @@ def lease(
 
     flags: SGLang's, behind the common ones, over which they win.
     model: "tiny" has random weights and SmolLM2's tokenizer, 6 layers; "smollm2" is the 135M model; or a folder.
-    blocks: section `blocks` of the configuration.
+    blocks, layers: sections of the configuration.
     plan: a layer plan, by name or as text.
     env: on top of that of `with_test_plugin`, which extended servers have.
 
     Raises ServerFailed on entry.
     """
     named = {"tiny": talking_model, "smollm2": ensure_model}
+    sections = {name: dict(found) for name, found in (("blocks", blocks), ("layers", layers)) if found}
     setting = Setting(
         kind=kind,
         model=named[model]() if isinstance(model, str) else model,
         flags=(*COMMON, *flags),
-        blocks=json.dumps(blocks, sort_keys=True) if blocks else "",
+        config=json.dumps(sections, sort_keys=True) if sections else "",
         plan=plan,
         env=tuple(sorted({**(with_test_plugin() if kind == "extended" else {}), **(env or {})}.items())),
     )
     return _leases().take(setting)
+
+
+def language_model() -> AbstractContextManager[Leased]:
+    """The 135M model as examples/blockreuse.yaml configures it: one server for all that only a language model shows."""
+    blocks = yaml.safe_load((ROOT / "examples" / "blockreuse.yaml").read_text())["blocks"]
+    return lease(model="smollm2", blocks=blocks)
 
 
 def stock_server(

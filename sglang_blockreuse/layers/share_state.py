@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..kernels import cpu_cache
 from ..kernels.cpu_select import Table
 from .plan import BoundLayer, BoundPlan
 
@@ -71,8 +72,8 @@ class ShareState:
             self._scanned = {at: np.full(num_requests, _VOID, np.int64) for at in pools}
         # T of layers that nobody follows, and of consumers that scanned for themselves
         self.own = Table.empty(num_requests, num_lists, plan.selection.final_k)
-        self._requests_R: Any = np.zeros(0, np.int32)
-        self._expected_R3: Any = np.zeros((0, 3), np.int64)
+        self.requests_R: Any = np.zeros(0, np.int32)
+        self.expected_R3: Any = np.zeros((0, 3), np.int64)
 
     def _add(self, layer: int, kind: Kind, table: Table) -> None:
         self._tables[layer, kind] = table
@@ -89,11 +90,11 @@ class ShareState:
     def begin(self, requests_R: Any, row_ids_R: Any, lens_R: Any) -> None:
         """A new step of these request slots (int32), each held by a row of this identity, with these many keys."""
         self.version += 1
-        self._requests_R = requests_R
-        self._expected_R3 = np.empty((len(requests_R), 3), np.int64)
-        self._expected_R3[:, 0] = row_ids_R
-        self._expected_R3[:, 1] = self.version
-        self._expected_R3[:, 2] = lens_R
+        self.requests_R = requests_R
+        self.expected_R3 = np.empty((len(requests_R), 3), np.int64)
+        self.expected_R3[:, 0] = row_ids_R
+        self.expected_R3[:, 1] = self.version
+        self.expected_R3[:, 2] = lens_R
 
     def invalidate(self, requests: Sequence[int]) -> None:
         """The requests ended, were retracted or aborted: what their slots hold is nobody's."""
@@ -119,8 +120,8 @@ class ShareState:
     def seal(self, layer: BoundLayer, kind: Kind) -> None:
         """Stamp what the layer wrote for the rows of this step. Raises NotTheWriterError."""
         self._require_owner(layer, kind)
-        requests_R, stamp_B6 = self._requests_R, self._stamps[layer.layer, kind]
-        stamp_B6[requests_R, :3] = self._expected_R3
+        requests_R, stamp_B6 = self.requests_R, self._stamps[layer.layer, kind]
+        stamp_B6[requests_R, :3] = self.expected_R3
         stamp_B6[requests_R, 3:5] = pointers(layer)
         stamp_B6[requests_R, 5] = digest()(requests_R, *self._tables[layer.layer, kind])
 
@@ -135,7 +136,7 @@ class ShareState:
     def note_scans(self, layer: BoundLayer, pooled_R: Any) -> None:
         """The rows with pooled_R = 0 (uint8) made the pool that was just sealed from their whole history."""
         scanned = pooled_R == 0
-        self._scanned[layer.layer][self._requests_R[scanned]] = self._expected_R3[scanned, 2]
+        self._scanned[layer.layer][self.requests_R[scanned]] = self.expected_R3[scanned, 2]
 
     # -- consumers ---------------------------------------------------------------------------
 
@@ -148,11 +149,11 @@ class ShareState:
         """
         assert self.plan.selection is not None
         table, stamp_B6 = self._tables[layer.layer, "pool"], self._stamps[layer.layer, "pool"]
-        requests_R = self._requests_R
+        requests_R = self.requests_R
         stamp_R6, scanned_R = stamp_B6[requests_R], self._scanned[layer.layer][requests_R]
-        seen_R, lens_R = stamp_R6[:, 2], self._expected_R3[:, 2]
+        seen_R, lens_R = stamp_R6[:, 2], self.expected_R3[:, 2]
         age_R = lens_R - scanned_R
-        good_R = (stamp_R6[:, 0] == self._expected_R3[:, 0]) & (stamp_R6[:, 1] < self.version)
+        good_R = (stamp_R6[:, 0] == self.expected_R3[:, 0]) & (stamp_R6[:, 1] < self.version)
         good_R &= (stamp_R6[:, 3:5] == pointers(layer)).all(1)
         good_R &= (scanned_R > 0) & (scanned_R <= seen_R) & (seen_R < lens_R)
         good_R &= age_R < self.plan.selection.refresh_every
@@ -172,9 +173,9 @@ class ShareState:
             raise ValueError(f"layer {layer.layer} is {layer.role} and takes nothing from an anchor")
         kind: Kind = "pool" if layer.role == "reindex" else "indices"
         table, stamp_B6 = self._tables[layer.anchor, kind], self._stamps[layer.anchor, kind]
-        requests_R = self._requests_R
+        requests_R = self.requests_R
         expected_R6 = np.empty((len(requests_R), len(FIELDS)), np.int64)
-        expected_R6[:, :3] = self._expected_R3
+        expected_R6[:, :3] = self.expected_R3
         expected_R6[:, 3:5] = pointers(self.plan.layers[layer.anchor])
         expected_R6[:, 5] = digest()(requests_R, *table)
         good_R6 = stamp_B6[requests_R] == expected_R6
@@ -189,7 +190,7 @@ class ShareState:
         self.counts.update(f"stale_{field}" for field in fields)
         if self.strict:
             rows = ", ".join(
-                f"request slot {self._requests_R[row]}: {field}"
+                f"request slot {self.requests_R[row]}: {field}"
                 for row, field in zip(stale, fields, strict=True)
             )
             raise StaleShareState(
@@ -213,9 +214,8 @@ def pointers(layer: BoundLayer) -> tuple[int, int]:
 @functools.cache
 def digest() -> Callable[..., Any]:
     """int64 [R] over the rows' positions, slots and counts; any single change of a value shows."""
-    import numba
 
-    @numba.njit(nogil=True)
+    @cpu_cache.compiled(nogil=True)
     def compiled(requests_R, positions, slots, counts):  # type: ignore[no-untyped-def]
         digests = np.empty(requests_R.shape[0], np.int64)
         for r in range(requests_R.shape[0]):

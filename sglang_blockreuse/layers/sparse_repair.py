@@ -43,7 +43,7 @@ class SparseRepair:
         roles = self._roles
         roles.metrics = self._decoder.metrics
         tokens = Tokens.of(batch)
-        short_T = self._short(tokens.lens_T)
+        short_T = self.short(tokens.lens_T)
         sparse_T = batch.repair_T & ~short_T
         for kind, num_rows in (("sparse", sparse_T.sum()), ("short", (batch.repair_T & short_T).sum())):
             if num_rows:
@@ -72,7 +72,7 @@ class SparseRepair:
             roles.plan, num_rows, num_lists, num_lent=num_lent, strict=self._decoder.state.strict
         )
 
-    def _short(self, lens_T: Any) -> Any:
+    def short(self, lens_T: Any) -> Any:
         """bool [T]: tokens with so few keys that they run dense."""
         selection = self._decoder.selection
         return (lens_T < selection.min_seq_len) | (lens_T <= selection.final_k)

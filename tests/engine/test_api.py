@@ -8,10 +8,11 @@ import random
 import openai
 import pytest
 import requests
-from prompts import Library, ask, usage
-from servers import extended_server
+from looks import counts, risen
+from prompts import Library, ask, know, usage
+from servers import lease
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("shared")]
 LIBRARY = Library(seed=5)
 SPANS = LIBRARY.prompt((2, 1))[1]
 USAGE_KEYS = {
@@ -30,18 +31,8 @@ USAGE_KEYS = {
 
 
 @pytest.fixture(scope="module")
-def server(model_path, tmp_path_factory):
-    flags = (
-        "--dtype",
-        "float32",
-        "--max-total-tokens",
-        "16000",
-        "--max-running-requests",
-        "8",
-        "--served-model-name",
-        "small",
-    )
-    with extended_server(model_path, *flags, log=tmp_path_factory.mktemp("api") / "server.log") as running:
+def server():
+    with lease() as running:
         yield running
 
 
@@ -51,10 +42,8 @@ def client(server):
 
 
 @pytest.fixture(autouse=True)
-def known_documents(server):
-    server.flush_cache()
-    ids, spans = LIBRARY.prompt((0, 1, 2, 3))
-    ask(server, ids, new_tokens=1, blockreuse_spans=spans)
+def known_documents(server, empty_tree):
+    know(server, LIBRARY)
 
 
 def test_usage_accounts_for_every_prompt_token(server):
@@ -154,7 +143,7 @@ def test_what_would_end_the_scheduler_is_a_400(server, body):
 
 def test_openai_completions_take_token_spans(server, client):
     ids, spans = LIBRARY.prompt((2, 0, 1))
-    counts = reused_tokens(server)
+    before = counts(server)
     answer = client.completions.create(
         model="small",
         prompt=ids,
@@ -163,7 +152,7 @@ def test_openai_completions_take_token_spans(server, client):
         extra_body={"custom_params": {"blockreuse_spans": spans}},
     )
     assert answer.usage.prompt_tokens == len(ids)
-    assert reused_tokens(server) > counts
+    assert risen(server, before, "tokens_total reused") > 0
 
 
 def test_openai_chat_returns_the_usage_when_asked(server, client):
@@ -226,8 +215,3 @@ def test_a_batch_of_marked_and_unmarked_requests(server):
     for i in (0, 2):
         assert answers[i]["output_ids"] == plain[i]["output_ids"]
     assert any(usage(answers[i])["reused_tokens"] > 0 for i in (1, 3))
-
-
-def reused_tokens(server) -> int:
-    state = server.get("/server_info")["internal_states"][0]["blockreuse"]
-    return state["counts"].get("tokens_total reused", 0)

@@ -9,13 +9,13 @@ from gate import Bounds, judge
 from load import rows_of, run_load
 from meter import Arm, Meter
 from records import Log
-from servers import extended_server
+from servers import language_model
 from serving import account, counts
 
 from sglang_blockreuse.config import POLICIES
 from sglang_blockreuse.demo.client import EndOfTurn
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("language model")]
 NUM_TOKENS = 8
 NEARLY_ALL = 0.8  # of the tokens before the question; the rest of the context's blocks is 5 % of them
 
@@ -28,9 +28,9 @@ def tokenizer(model_path):
 
 
 @pytest.fixture(scope="module")
-def server(model_path, tmp_path_factory):
-    log = tmp_path_factory.mktemp("bench") / "server.log"
-    with extended_server(model_path, "--max-total-tokens", "8000", "--sleep-on-idle", log=log) as running:
+def server():
+    """Agreement with an oracle is about words, so it takes the language model."""
+    with language_model() as running:
         yield running
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from marked import DOCS, SEP, counts, generate, joined, start, wait_until_idle, with_separators
+from looks import state_of
+from marked import DOCS, SEP, generate, joined, start, wait_until_idle, with_separators
 from prompts import Library, ask, distance, usage
 from tolerances import FULL_PREFILL_LOGPROB
 from transformers import AutoTokenizer
@@ -24,14 +25,9 @@ class TestBackgroundAndAuto:
     LIBRARY = Library(seed=11)
 
     @pytest.fixture(scope="class")
-    def server(self, model_path, tmp_path_factory):
-        blocks = {"compile": "background", "auto": True}
-        with start(model_path, tmp_path_factory, blocks) as running:
+    def server(self):
+        with start({"compile": "background", "auto": True}) as running:
             yield running
-
-    @pytest.fixture(autouse=True)
-    def empty_tree(self, server):
-        server.flush_cache()
 
     def exact(self, server, ids):
         answer = ask(server, ids, blockreuse_mode="exact")
@@ -107,7 +103,7 @@ class TestBackgroundAndAuto:
             ask(server, ids, blockreuse_spans=spans)
         wait_until_idle(server)
         server.flush_cache()
-        pool = server.get("/server_info")["internal_states"][0]["blockreuse"]["pool"]
+        pool = state_of(server)["pool"]
         assert pool["free"] == pool["size"]
 
 
@@ -117,9 +113,8 @@ class TestHarvest:
     LIBRARY = Library(seed=12)
 
     @pytest.fixture(scope="class")
-    def server(self, model_path, tmp_path_factory):
-        blocks = {"compile": "harvest", "separator": SEP}
-        with start(model_path, tmp_path_factory, blocks, "--chat-template", "chatml") as running:
+    def server(self):
+        with start({"compile": "harvest", "separator": SEP}, "--chat-template", "chatml") as running:
             yield running
 
     def test_marked_blocks_are_reused_from_the_prompt_that_held_them_first(self, server):
@@ -130,7 +125,7 @@ class TestHarvest:
         found = usage(ask(server, ids, blockreuse_spans=spans))
         assert found["skipped_reason"] is None
         assert found["reused_tokens"] > 0.8 * sum(self.LIBRARY.doc_lens[:3])
-        assert counts(server).get("homes_total", 0) == 0
+        assert "homes_total" not in server.new_counts()
         foreign = usage(ask(server, ids, blockreuse_spans=spans, cache_salt="b"))
         assert (foreign["reused_tokens"], foreign["skipped_reason"]) == (0, "harvest_no_hits")
 
@@ -170,14 +165,14 @@ class TestManual:
     """Also two tokenizer workers, in which SGLang loads no plug-ins, and one neutral compile prefix."""
 
     @pytest.fixture(scope="class")
-    def server(self, model_path, tmp_path_factory):
+    def server(self):
         blocks = {
             "compile": "manual",
             "separator": SEP,
             "compile_prefix_text": "A document:\n",
             "parts": True,
         }
-        with start(model_path, tmp_path_factory, blocks, "--tokenizer-worker-num", "2") as running:
+        with start(blocks, "--tokenizer-worker-num", "2") as running:
             yield running
 
     def test_only_compile_requests_compile_and_one_home_serves_all_system_prompts(
@@ -191,7 +186,7 @@ class TestManual:
             assert found["meta_info"]["prompt_tokens"] == sum(
                 len(tokenizer.encode(p)) for p in text.split(SEP)
             )
-        assert counts(server).get("homes_total", 0) == 0
+        assert "homes_total" not in server.new_counts()
         files = []
         for i in (0, 1):
             files.append(tmp_path / f"{i}.txt")

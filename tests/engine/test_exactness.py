@@ -1,6 +1,6 @@
 """Exactness on the real engine in float32: what must equal a full prefill does, and what differs is seen.
 
-One extended server serves all tests of this file; every test flushes the tree first.
+One server serves all tests of this file.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ import concurrent.futures
 import itertools
 
 import pytest
-from prompts import Library, ask, distance, usage
+from looks import counts
+from prompts import Library, ask, distance, know, usage
 from servers import lease
 from tolerances import FULL_PREFILL_LOGPROB
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("shared")]
 LIBRARY = Library(seed=1)
 ORDER, OTHER = (0, 1, 2, 3), (2, 0, 3, 1)
 CHUNK = 128  # tokens of one prefill step, so that most prompts here take several
@@ -31,12 +32,6 @@ def reference(server, ids, **options):
     answer = ask(server, ids, blockreuse_mode="off", **options)
     server.flush_cache()
     return answer
-
-
-def know(server, library: Library, order=ORDER, **request) -> None:
-    """Make the library's documents known."""
-    ids, spans = library.prompt(order)
-    ask(server, ids, new_tokens=1, blockreuse_spans=spans, **request)
 
 
 class TestVirtualRows:
@@ -159,9 +154,9 @@ class TestIdentity:
         stranger = Library(seed=1)
         stranger.system = [t + 1 for t in stranger.system]
         ids, spans = stranger.prompt(OTHER)
-        homes_before = server.get("/server_info")["internal_states"][0]["blockreuse"]["counts"]["homes_total"]
+        homes_before = counts(server)["homes_total"]
         found = usage(ask(server, ids, blockreuse_spans=spans))
-        homes = server.get("/server_info")["internal_states"][0]["blockreuse"]["counts"]["homes_total"]
+        homes = counts(server)["homes_total"]
         assert homes - homes_before == 3, "nothing compiled behind the other prefix may serve"
         assert found["prefix_tokens"] <= len(stranger.system)
 
@@ -171,13 +166,12 @@ class TestIdentity:
     def test_a_foreign_tenant_finds_nothing(self, server, namespace):
         know(server, LIBRARY)
         ids, spans = LIBRARY.prompt(OTHER)
-        counts = server.get("/server_info")["internal_states"][0]["blockreuse"]["counts"]
+        homes = counts(server)["homes_total"]
         foreign = usage(ask(server, ids, blockreuse_spans=spans, **namespace))
-        after = server.get("/server_info")["internal_states"][0]["blockreuse"]["counts"]
         assert foreign["prefix_tokens"] <= len(LIBRARY.system), (
             "the system prompt its own homes computed, at most"
         )
-        assert after["homes_total"] - counts["homes_total"] == 3
+        assert counts(server)["homes_total"] - homes == 3
         own = usage(ask(server, ids, blockreuse_spans=spans))
         assert own["reused_tokens"] > 0
         assert own["prefix_tokens"] >= len(LIBRARY.system) + len(LIBRARY.docs[2])
@@ -190,13 +184,10 @@ class TestIdentity:
         ids, spans = changed.prompt((2, 3))
         full = reference(server, ids)
         know(server, LIBRARY)
-        server_counts = server.get("/server_info")["internal_states"][0]["blockreuse"]["counts"][
-            "homes_total"
-        ]
+        homes = counts(server)["homes_total"]
         answer = ask(server, ids, blockreuse_spans=spans, blockreuse_tau=0)
-        counts = server.get("/server_info")["internal_states"][0]["blockreuse"]["counts"]["homes_total"]
         # the changed block is another block: it was compiled anew from its first strange token on
-        assert counts - server_counts == 1
+        assert counts(server)["homes_total"] - homes == 1
         assert usage(answer)["reused_tokens"] == len(changed.docs[3])
         repaired = ask(server, ids, blockreuse_spans=spans, blockreuse_tau=1000)
         assert distance(repaired, full) <= FULL_PREFILL_LOGPROB

@@ -11,20 +11,18 @@ from pathlib import Path
 
 import pytest
 from places import ROOT
-from servers import extended_server
+from servers import language_model
+from tiny_models import talking_model
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("language model")]
 EXAMPLES = ROOT / "examples"
 README = (ROOT / "README.md").read_text()
 README_URL = "localhost:30000"
 
 
 @pytest.fixture(scope="module")
-def server(model_path, tmp_path_factory):
-    flags = ("--blockreuse-config", str(EXAMPLES / "blockreuse.yaml"), "--max-total-tokens", "8000")
-    with extended_server(
-        model_path, *flags, log=tmp_path_factory.mktemp("examples") / "server.log"
-    ) as running:
+def server():
+    with language_model() as running:
         yield running
 
 
@@ -82,8 +80,8 @@ def test_rag_with_the_shipped_and_with_other_documents(server, tmp_path):
     assert [int(n) > 0 for n in re.findall(r"(\d+) tokens known", shown)] == [True, True]
 
 
-def test_offline_engine(model_path):
-    first, second = usages(run(sys.executable, str(EXAMPLES / "offline_engine.py"), str(model_path)))
+def test_offline_engine():
+    first, second = usages(run(sys.executable, str(EXAMPLES / "offline_engine.py"), str(talking_model())))
     assert first["skipped_reason"] is second["skipped_reason"] is None
     assert second["reused_tokens"] > 0
 

@@ -12,8 +12,9 @@ import random
 
 import pytest
 import torch
-from prompts import Library, ask, distance, random_ids, usage
-from servers import with_test_plugin
+from looks import counts
+from prompts import Library, ask, distance, know, random_ids, usage
+from servers import lease
 from tiny_models import NUM_LAYERS, SUPPORTED, VOCAB
 from tolerances import CHAPTER, FULL_PREFILL_LOGPROB, KERNEL_OUT
 
@@ -176,20 +177,12 @@ LIBRARY = Library(seed=11, doc_lens=(90, 90, 90, 90), ids=IDS)
 
 
 @pytest.fixture(scope="module")
-def server(nursery, tmp_path_factory):
+def server(tmp_path_factory):
     """A tiny Llama whose answers depend on keys of no context: what is moved rightly is exact."""
     folder = tmp_path_factory.mktemp("identity")
-    model = SUPPORTED["llama llama3"].write(folder / "model", only_layer=NUM_LAYERS - 1)
-    flags = ("--dtype", "float32", "--max-total-tokens", "6000", "--max-running-requests", "3")
-    flags += ("--skip-tokenizer-init", "--chunked-prefill-size", "128")
-    with nursery.server(model, *flags, log=folder / "server.log", env=with_test_plugin()) as running:
+    model = SUPPORTED["llama llama3"].write(folder, only_layer=NUM_LAYERS - 1)
+    with lease("--skip-tokenizer-init", "--max-running-requests", "3", model=model) as running:
         yield running
-
-
-@pytest.fixture(autouse=True)
-def empty_tree(request):
-    if "server" in request.fixturenames:
-        request.getfixturevalue("server").flush_cache()
 
 
 def input_logprobs(answer) -> list[dict[int, float]]:
@@ -257,15 +250,6 @@ class TestChunksOnTheEngine:
         assert largest_difference(input_logprobs(early), one) > 100 * FULL_PREFILL_LOGPROB, "a past one does"
 
 
-def counts(server) -> dict[str, float]:
-    return server.get("/server_info")["internal_states"][0]["blockreuse"]["counts"]
-
-
-def know(server) -> None:
-    ids, spans = LIBRARY.prompt((0, 1, 2, 3))
-    ask(server, ids, new_tokens=1, blockreuse_spans=spans)
-
-
 @pytest.mark.engine
 class TestHistoriesOnTheEngine:
     def test_the_homes_of_other_blocks_are_seen_to_differ(self, server):
@@ -273,12 +257,12 @@ class TestHistoriesOnTheEngine:
         ids, spans = LIBRARY.prompt((3, 1, 2))
         full = ask(server, ids, blockreuse_mode="off")
         server.flush_cache()
-        know(server)
+        know(server, LIBRARY)
         right = ask(server, ids, blockreuse_spans=spans, blockreuse_tau=0, testing_max_prefix=40)
         assert usage(right)["reused_tokens"] >= 2 * 90
         assert distance(right, full) <= FULL_PREFILL_LOGPROB
         server.flush_cache()
-        know(server)
+        know(server, LIBRARY)
         swapped = ask(
             server,
             ids,
@@ -304,7 +288,7 @@ class TestHistoriesOnTheEngine:
             server.flush_cache()
             full.append(ask(server, ids, new_tokens=length, blockreuse_mode="off"))
         server.flush_cache()
-        know(server)
+        know(server, LIBRARY)
         with concurrent.futures.ThreadPoolExecutor(len(cases)) as pool:
             together = list(pool.map(run, cases))
         for one, other in zip(full, together, strict=True):

@@ -7,13 +7,14 @@ import json
 import openai
 import pytest
 import requests
-from marked import DOCS, GREEDY, QUESTION, SEP, counts, generate, joined, prompt_ids, start, with_separators
+from looks import counts
+from marked import DOCS, GREEDY, QUESTION, SEP, generate, joined, prompt_ids, start, with_separators
 from prompts import ask, usage
 from transformers import AutoTokenizer
 
 from sglang_blockreuse.cli import main
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("marked")]
 
 
 @pytest.fixture(scope="module")
@@ -23,13 +24,9 @@ def tokenizer(model_path):
 
 class TestText:
     @pytest.fixture(scope="class")
-    def server(self, model_path, tmp_path_factory):
-        with start(model_path, tmp_path_factory, {"separator": SEP}) as running:
+    def server(self):
+        with start({"separator": SEP}) as running:
             yield running
-
-    @pytest.fixture(autouse=True)
-    def empty_tree(self, server):
-        server.flush_cache()
 
     @pytest.fixture
     def client(self, server):
@@ -190,7 +187,7 @@ class TestText:
         text = " ".join(DOCS[:2])[:60].strip()
         assert ids == tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n")
         assert found["skipped_reason"] == "no_blocks"
-        assert "they are served unmarked" in server.log_text()
+        assert "they are served unmarked" in server.new_log_text()
 
     def test_a_separator_in_a_message_that_is_continued_is_refused(self, server):
         messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": f"It is{SEP}"}]

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from prompts import Library
+from tiny_models import talking_model
 
 from sglang_blockreuse.config import CONFIG_ENV
 
@@ -36,7 +37,7 @@ if __name__ == "__main__":
 """
 
 
-def test_the_offline_engine_reuses_blocks(model_path, tmp_path):
+def test_the_offline_engine_reuses_blocks(tmp_path):
     library = Library(seed=8)
     cases = [library.prompt(order) for order in ((0, 1, 2), (2, 1, 0))]
     config = tmp_path / "blockreuse.json"
@@ -47,7 +48,7 @@ def test_the_offline_engine_reuses_blocks(model_path, tmp_path):
     script.write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, str(script)],
-        input=json.dumps([str(model_path), cases, texts]),
+        input=json.dumps([str(talking_model()), cases, texts]),
         env={**os.environ, CONFIG_ENV: str(config)},
         capture_output=True,
         text=True,

@@ -7,10 +7,12 @@ import concurrent.futures
 import random
 
 import pytest
+from looks import counts, decode, error, risen
 from mixed import leaks
+from plans import NUM_FULL, plan_text
 from prompts import Library, ask, distance, random_ids, usage
-from servers import spawned_server, with_test_plugin
-from test_sparse_server import counts, decode, error, risen
+from servers import lease
+from tiny_models import TALKING_LAYERS, talking_model
 from tolerances import FULL_PREFILL_LOGPROB
 
 from sglang_blockreuse.layers.calibration.llama import Llama
@@ -18,49 +20,29 @@ from sglang_blockreuse.layers.calibration.scored_case import ScoredCase
 from sglang_blockreuse.layers.plan_loader import parse_plan
 
 pytestmark = pytest.mark.engine
-FLAGS = ("--dtype", "float32", "--max-total-tokens", "8000", "--max-running-requests", "6")
-RETRACTION = {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": "9"}
 RNG = random.Random(9)
 LONG, OTHER = random_ids(421, RNG), random_ids(300, RNG)
-PLAN = """
-version: 1
-name: test
-model: {num_layers: 30}
-selection: {final_k: 96, pool_size: 160, sink: 4, window: 32}
-scorer: {kind: page_minmax, page_size: 8, scan_heads: routed, num_routed_heads: 4, residual: true, rerank_heads: all}
-layers:
-  - {layers: 0, role: dense}
-  - {layers: 1, role: full}
-  - {layers: 2-8, role: reindex, anchor: 1}
-  - {layers: 9-12, role: reuse, anchor: 8}
-  - {layers: 13, role: full}
-  - {layers: 14-29, role: reuse, anchor: 13}
-"""
-NUM_SCANNED = 2  # layers with pages
+PLAN = plan_text(
+    "final_k: 96, pool_size: 160, sink: 4, window: 32",
+    "scorer: {kind: page_minmax, page_size: 8, scan_heads: routed, num_routed_heads: 2,",
+    "         residual: true, rerank_heads: all}",
+)
+RETRACTION = {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": "9"}
 STALE = "decode_stale_keys_total"
 
 
 @pytest.fixture(scope="module")
-def server(model_path, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pages")
-    (folder / "test.yaml").write_text(PLAN)
-    env = with_test_plugin() | RETRACTION | {"BLOCKREUSE_TESTING_AUDIT": "1"}
-    flags = (*FLAGS, "--layer-plan", str(folder / "test.yaml"))
-    with spawned_server(model_path, *flags, log=folder / "server.log", env=env) as running:
+def server():
+    with lease(plan=PLAN, env={**RETRACTION, "BLOCKREUSE_TESTING_AUDIT": "1"}) as running:
         yield running
 
 
-@pytest.fixture(autouse=True)
-def empty_tree(server):
-    server.flush_cache()
-
-
-def test_the_evaluator_computes_what_the_server_serves(server, model_path):
+def test_the_evaluator_computes_what_the_server_serves(server):
     """Plain arithmetic and the engine agree on a row's log-probabilities, float32 both; dense decode does not."""
     answer = decode(server, LONG)
     got = [value for value, *_ in answer["meta_info"]["output_token_logprobs"]]
-    case = ScoredCase(Llama(model_path), "served", LONG + answer["output_ids"], len(got) - 1)
-    plan = parse_plan(PLAN, "test.yaml").bind(30, None)
+    case = ScoredCase(Llama(talking_model()), "served", LONG + answer["output_ids"], len(got) - 1)
+    plan = parse_plan(PLAN, "test.yaml").bind(TALKING_LAYERS, None)
     case.check(plan)
     log_probs, _ = case.log_probs(plan)
     for row, (token, value) in enumerate(zip(answer["output_ids"][1:], got[1:], strict=True)):
@@ -122,7 +104,7 @@ class TestPagesFollowTheirKeys:
         server.flush_cache()
         before = counts(server)
         ask(server, random_ids(len(LONG), random.Random(8)), new_tokens=3, testing_mute=True)
-        assert risen(server, before, STALE) >= NUM_SCANNED * 40
+        assert risen(server, before, STALE) >= NUM_FULL * 40
         server.flush_cache()
         ask(server, OTHER, new_tokens=1)  # whoever comes next announces again
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
+from looks import counts, risen, state_of
 from prompts import Library, ask, distance, logprobs, random_ids, usage
-from servers import Server, extended_server
+from servers import Server, lease
 from tolerances import FULL_PREFILL_LOGPROB
 
 from sglang_blockreuse.config import POLICIES
@@ -14,17 +15,14 @@ from sglang_blockreuse.config import POLICIES
 pytestmark = pytest.mark.engine
 LIBRARY = Library(seed=11)
 FIRST, SECOND = (0, 1, 2, 3), (2, 0, 3, 1)
+WHOLE = ("--chunked-prefill-size", "2048")  # only a prompt that lies in one step is measured
 # The two bounds stand on either side of what repaired keys of this model deviate by.
 LOOSE_GUARD, TIGHT_GUARD = 10.0, 1e-4
 
 
 @pytest.fixture(scope="module")
-def server(model_path, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("policies")
-    config = folder / "config.yaml"
-    config.write_text(f"blocks: {{guard: {LOOSE_GUARD}}}")
-    flags = ("--dtype", "float32", "--max-total-tokens", "12000", "--blockreuse-config", str(config))
-    with extended_server(model_path, *flags, log=folder / "server.log") as running:
+def server():
+    with lease(*WHOLE, blocks={"guard": LOOSE_GUARD}) as running:
         yield running
 
 
@@ -38,16 +36,6 @@ def exact(server):
 def reuse(server: Server, salt: str, order=SECOND, *, new_tokens: int = 8, **params):
     ids, spans = LIBRARY.prompt(order)
     return ask(server, ids, new_tokens=new_tokens, blockreuse_spans=spans, cache_salt=salt, **params)
-
-
-def accounting(server: Server) -> dict[str, int]:
-    state = server.get("/server_info")["internal_states"][0]["blockreuse"]
-    return state["pool"]
-
-
-def path_tokens(server: Server) -> float:
-    counts = server.get("/server_info")["internal_states"][0]["blockreuse"]["counts"]
-    return counts.get("path_tokens_total", 0)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -96,9 +84,9 @@ def test_turn_two_takes_over_what_turn_one_repaired(server):
     ids, spans = LIBRARY.prompt(SECOND)
     first = reuse(server, "chat", blockreuse_budget=0.1)
     next_turn = ids + first["output_ids"] + random_ids(12, random.Random(1))
-    before = path_tokens(server)
+    before = counts(server)
     found = usage(ask(server, next_turn, cache_salt="chat", blockreuse_spans=spans, blockreuse_budget=0.1))
-    assert path_tokens(server) - before == found["reused_tokens"]
+    assert risen(server, before, "path_tokens_total") == found["reused_tokens"]
     assert found["repaired_tokens"] == 0
     # all but the first answer's last token, whose KV was never computed, and the new message
     assert found["fresh_tokens"] == 13
@@ -140,10 +128,10 @@ def test_exact_requests_and_other_tenants_never_see_the_path(server, exact):
 
 def test_the_pool_is_whole_after_paths_were_published(server):
     server.flush_cache()
-    pool = accounting(server)
+    pool = state_of(server)["pool"]
     assert pool["free"] == pool["size"]
     reuse(server, "whole", blockreuse_budget=0.1)
-    pool = accounting(server)
+    pool = state_of(server)["pool"]
     assert pool["free"] + pool["evictable"] == pool["size"]
     assert pool["protected"] == 0
 
@@ -155,13 +143,8 @@ def test_the_pool_is_whole_after_paths_were_published(server):
         pytest.param("query", 0.6, "raised", id="leftover beyond the bound"),
     ],
 )
-def test_the_guard_repairs_more_where_the_bound_is_exceeded(
-    model_path, tmp_path, exact, policy, guard, verdict
-):
-    config = tmp_path / "config.yaml"
-    config.write_text(f"blocks: {{guard: {guard}, policy: {policy}}}")
-    flags = ("--dtype", "float32", "--max-total-tokens", "8000", "--blockreuse-config", str(config))
-    with extended_server(model_path, *flags, log=tmp_path / "server.log") as strict:
+def test_the_guard_repairs_more_where_the_bound_is_exceeded(exact, policy, guard, verdict):
+    with lease(*WHOLE, blocks={"guard": guard, "policy": policy}) as strict:
         answer = reuse(strict, "strict", blockreuse_budget=0.1)
         found = usage(answer)
         assert found["guard"]["verdict"] == verdict

@@ -1,6 +1,6 @@
 """Ten public reports about non-prefix KV reuse in other engines, each as a test of this one.
 
-One real server with the small real model serves them; reports that need another start fork it.
+One real server serves them; reports that need another start fork it.
 Counts of tokens stand for speed: what is not computed costs nothing.
 """
 
@@ -16,42 +16,33 @@ import subprocess
 import sys
 from pathlib import Path
 
+import looks
 import openai
 import pytest
 from packaging.specifiers import SpecifierSet
 from places import ROOT
 from prompts import Library, ask, distance, usage
-from servers import extended_server, with_test_plugin
+from servers import COMMON, lease
 from tiny_models import REFUSED, SUPPORTED
 from tolerances import FULL_PREFILL_LOGPROB
 
 from sglang_blockreuse.host import SUPPORTED_SGLANG
 from sglang_blockreuse.server_process import ServerFailed
 
-pytestmark = pytest.mark.engine
-CHUNK = 128
-FLAGS = ("--dtype", "float32", "--max-total-tokens", "12000", "--max-running-requests", "4")
-FLAGS += ("--chunked-prefill-size", str(CHUNK))
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("shared")]
+CHUNK = int(COMMON[COMMON.index("--chunked-prefill-size") + 1])
 LIBRARY = Library(seed=21, doc_lens=(100, 80, 120, 90))
 A, B, C, X = range(4)
 
 
 @pytest.fixture(scope="module")
-def server(model_path, tmp_path_factory):
-    log = tmp_path_factory.mktemp("reports") / "server.log"
-    with extended_server(model_path, *FLAGS, log=log) as running:
+def server():
+    with lease() as running:
         yield running
 
 
-@pytest.fixture(autouse=True)
-def empty_tree(request):
-    if "server" in request.fixturenames:
-        request.getfixturevalue("server").flush_cache()
-
-
 def counts(server) -> dict[str, float]:
-    found = server.get("/server_info")["internal_states"][0]["blockreuse"]["counts"]
-    return {"homes_total": 0, "copied_tokens_total": 0, "tokens_total reused": 0, **found}
+    return {"homes_total": 0, "copied_tokens_total": 0, "tokens_total reused": 0, **looks.counts(server)}
 
 
 def send(server, order, **options):
@@ -82,11 +73,11 @@ def check_sum(answer) -> dict:
 class TestReport01:
     """LMCache#5101: blending is configured and silently never happens."""
 
-    def test_report_01_what_cannot_blend_does_not_start(self, nursery, model_path, tmp_path):
-        flags = (*FLAGS, "--radix-cache-backend", "blockreuse", "--attention-backend", "torch_native")
+    def test_report_01_what_cannot_blend_does_not_start(self):
+        flags = ("--radix-cache-backend", "blockreuse", "--attention-backend", "torch_native")
         with (
             pytest.raises(ServerFailed, match="only blockreuse computes several stretches"),
-            nursery.stock_server(model_path, *flags, log=tmp_path / "server.log"),
+            lease(*flags, kind="stock"),
         ):
             pass
 
@@ -202,19 +193,17 @@ def test_report_05_after_a_partial_hit_the_next_request_hits_everything(server):
     assert third["fresh_tokens"] == LIBRARY.question_len
 
 
-def test_report_06_a_model_that_would_be_garbled_does_not_start(nursery, tmp_path):
+def test_report_06_a_model_that_would_be_garbled_does_not_start(tmp_path):
     """LMCache#4666: no gate per model; some answer nonsense from mis-rotated keys.
 
     A rotation that forgets the model's scaling is planted, and the start-up test finds it. The laws of each
-    family stand in test_families.py, planted faults of single layers in test_rope.py.
+    family stand in laws/families.py, planted faults of single layers in test_rope.py.
     """
     model = SUPPORTED["llama llama3"].write(tmp_path / "model")
-    env = {**with_test_plugin(), "BLOCKREUSE_TESTING_ROPE_BASE": "10000"}
+    env = {"BLOCKREUSE_TESTING_ROPE_BASE": "10000"}
     with (
         pytest.raises(ServerFailed, match="Llama3RotaryEmbedding: moving a key by rotation differs"),
-        nursery.server(
-            model, "--dtype", "float32", "--skip-tokenizer-init", log=tmp_path / "server.log", env=env
-        ),
+        lease("--skip-tokenizer-init", model=model, env=env),
     ):
         pass
 
@@ -222,8 +211,8 @@ def test_report_06_a_model_that_would_be_garbled_does_not_start(nursery, tmp_pat
 def test_report_07_every_scaling_is_served_or_refused_by_name():
     """LMCache#1257, #1412, KVLink#1, CacheBlend#13: Llama only, and scaled ropes rotated without their scaling.
 
-    test_families.py runs these on real servers: an exact test of the rotation past the original context for
-    what is served, the message for what is refused.
+    test_families.py and test_all_families.py run these on real servers: an exact test of the rotation past the
+    original context for what is served, the message for what is refused.
     """
     served = {model.rope.get("rope_type") for model in SUPPORTED.values()}
     assert served >= {"linear", "dynamic", "llama3", "yarn"}
@@ -244,7 +233,7 @@ class TestReport08:
     def chat(self, server, **extra):
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
         answer = client.chat.completions.create(
-            model="default",
+            model="small",
             messages=[{"role": "user", "content": ""}],
             max_tokens=4,
             temperature=0,
@@ -307,12 +296,12 @@ class TestReport10:
             assert other["output_ids"] == one["output_ids"]
             assert distance(other, one) <= FULL_PREFILL_LOGPROB
 
-    def test_report_10_nothing_marked_is_bit_identical_to_off(self, nursery, model_path, tmp_path):
+    def test_report_10_nothing_marked_is_bit_identical_to_off(self):
         """Both servers are forks of one process; test_unmarked.py does the same at length."""
         prompts = [LIBRARY.prompt(order)[0] for order in ((A,), (B, X), (A, B, C))]
         found = []
-        for start in (nursery.stock_server, nursery.server):
-            with start(model_path, *FLAGS, log=tmp_path / f"{len(found)}.log") as server:
+        for kind in ("stock", "extended"):
+            with lease("--enable-mixed-chunk", kind=kind) as server:
                 answers = [ask(server, ids) for ids in prompts]
                 found.append([(a["output_ids"], a["meta_info"]["output_top_logprobs"]) for a in answers])
         assert found[0] == found[1]

@@ -5,49 +5,24 @@ from __future__ import annotations
 import random
 
 import pytest
+from looks import counts
+from plans import NUM_SCORING, plan_text
 from prompts import Library, ask, distance, random_ids, usage
-from servers import extended_server, with_test_plugin
+from servers import lease
 from tolerances import FULL_PREFILL_LOGPROB
 
 pytestmark = pytest.mark.engine
-FLAGS = ("--dtype", "float32", "--max-total-tokens", "6000", "--max-running-requests", "4")
 RNG = random.Random(5)
 LONG, OTHER = random_ids(420, RNG), random_ids(300, RNG)
-PLAN = """
-version: 1
-name: test
-model: {num_layers: 30}
-selection: {final_k: 96, pool_size: 160, sink: 4, window: 32, refresh_every: 4}
-scorer: {kind: int4_keys}
-layers:
-  - {layers: 0, role: dense}
-  - {layers: 1, role: full}
-  - {layers: 2-8, role: reindex, anchor: 1}
-  - {layers: 9-12, role: reuse, anchor: 8}
-  - {layers: 13, role: full}
-  - {layers: 14-29, role: reuse, anchor: 13}
-"""
-NUM_SCORING = 9  # layers with a copy
+PLAN = plan_text(
+    "final_k: 96, pool_size: 160, sink: 4, window: 32, refresh_every: 4", "scorer: {kind: int4_keys}"
+)
 
 
 @pytest.fixture(scope="module")
-def server(model_path, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("scorers")
-    (folder / "test.yaml").write_text(PLAN)
-    (folder / "config.yaml").write_text(f"layers: {{plan: {folder / 'test.yaml'}, timing: true}}\n")
-    flags = (*FLAGS, "--blockreuse-config", str(folder / "config.yaml"))
-    env = with_test_plugin() | {"BLOCKREUSE_TESTING_AUDIT": "1"}
-    with extended_server(model_path, *flags, log=folder / "server.log", env=env) as running:
+def server():
+    with lease(plan=PLAN, layers={"timing": True}, env={"BLOCKREUSE_TESTING_AUDIT": "1"}) as running:
         yield running
-
-
-@pytest.fixture(autouse=True)
-def empty_tree(server):
-    server.flush_cache()
-
-
-def counts(server) -> dict[str, float]:
-    return server.get("/server_info")["internal_states"][0]["blockreuse"]["counts"]
 
 
 def stale(server) -> float:

@@ -8,8 +8,8 @@ is a small one with random weights: one that was trained without sharing loses f
 from __future__ import annotations
 
 import pytest
-from prompts import Library, ask, distance, usage
-from servers import extended_server, with_test_plugin
+from prompts import Library, ask, distance, know, usage
+from servers import lease
 from tiny_models import NUM_LAYERS, SUPPORTED, VOCAB
 from tolerances import FULL_PREFILL_LOGPROB
 
@@ -27,13 +27,8 @@ HOME_ORDER, OTHER = (0, 1, 2, 3), (2, 0, 3, 1)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("moves")
-    model = SUPPORTED["qwen2 yarn"].write(folder / "model")
-    plan = folder / "one.yaml"
-    plan.write_text(PLAN)
-    flags = ("--dtype", "float32", "--max-total-tokens", "6000", "--max-running-requests", "4")
-    flags += ("--skip-tokenizer-init", "--layer-plan", str(plan))
-    with extended_server(model, *flags, log=folder / "server.log", env=with_test_plugin()) as running:
+    model = SUPPORTED["qwen2 yarn"].write(tmp_path_factory.mktemp("moves"))
+    with lease("--skip-tokenizer-init", model=model, plan=PLAN) as running:
         yield running
 
 
@@ -43,8 +38,7 @@ def moved(server, **custom_params):
     server.flush_cache()
     full = ask(server, ids, blockreuse_mode="off")
     server.flush_cache()
-    home_ids, home_spans = LIBRARY.prompt(HOME_ORDER)
-    ask(server, home_ids, new_tokens=1, blockreuse_spans=home_spans)
+    know(server, LIBRARY, HOME_ORDER)
     answer = ask(server, ids, blockreuse_spans=spans, blockreuse_tau=0, **custom_params)
     assert usage(answer)["reused_tokens"] > 250
     assert usage(answer)["repaired_tokens"] == 0

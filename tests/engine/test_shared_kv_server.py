@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import concurrent.futures
 import random
-from pathlib import Path
 
 import pytest
-from mixed import leaks, state_of
-from prompts import Library, ask, distance, random_ids, usage
-from servers import extended_server, spawned_server, with_test_plugin
+from looks import state_of
+from mixed import leaks
+from prompts import Library, ask, distance, know, random_ids, usage
+from servers import COMMON, lease
 from sharing_twin import SharingTwin
+from tiny_models import TALKING_LAYERS, talking_model
 from tolerances import FULL_PREFILL_LOGPROB
 
 from sglang_blockreuse.layers.calibration.case import Case
@@ -24,55 +25,38 @@ from sglang_blockreuse.layers.plan_loader import parse_plan
 from sglang_blockreuse.server_process import ServerFailed
 
 pytestmark = pytest.mark.engine
-NUM_LAYERS, POOL_TOKENS, CHUNK = 30, 8000, 512
-# Two sources; shared keys are scored, ranked and reused. Few layers share, and late ones, because a model that was not
-# trained for it answers with log-probabilities of -30, at which float32 itself is off by more than the tolerance.
-PLAN = """
+# Two sources; shared keys are scored, ranked and reused.
+PLAN = f"""
 version: 1
 name: shared
-model: {num_layers: 30}
-selection: {final_k: 96, pool_size: 160, sink: 4, window: 32}
+model: {{num_layers: {TALKING_LAYERS}}}
+selection: {{final_k: 96, pool_size: 160, sink: 4, window: 32}}
 layers:
-  - {layers: 0-21, role: dense}
-  - {layers: 22-23, role: dense, kv_from: 21}
-  - {layers: 24, role: full, kv_from: 21}
-  - {layers: 25, role: reindex, anchor: 24, kv_from: 21}
-  - {layers: 26, role: full}
-  - {layers: 27-29, role: reuse, anchor: 26, kv_from: 26}
+  - {{layers: 0-1, role: dense}}
+  - {{layers: 2, role: full, kv_from: 1}}
+  - {{layers: 3, role: reindex, anchor: 2, kv_from: 1}}
+  - {{layers: 4, role: full}}
+  - {{layers: 5, role: reuse, anchor: 4, kv_from: 4}}
 """
-KV_LAYERS = [*range(22), *[21] * 4, *[26] * 4]
-NUM_OWN = 23
+KV_LAYERS = [0, 1, 1, 1, 4, 4]
+NUM_OWN = 3
+POOL_TOKENS = int(COMMON[COMMON.index("--max-total-tokens") + 1])
 RNG = random.Random(8)
 LONG, SHORT = random_ids(600, RNG), random_ids(70, RNG)  # SHORT and its answer stay below final_k
 LIBRARY = Library(seed=9)
 HOME_ORDER, OTHER = (0, 1, 2, 3), (2, 0, 3, 1)
 
 
-def write(folder: Path, text: str = PLAN) -> str:
-    file = folder / "plan.yaml"
-    file.write_text(text)
-    return str(file)
-
-
 @pytest.fixture(scope="module")
-def server(model_path, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shared")
-    flags = ("--dtype", "float32", "--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", "6")
-    flags += ("--chunked-prefill-size", str(CHUNK), "--enable-mixed-chunk", "--layer-plan", write(folder))
-    env = {**with_test_plugin(), "SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": "9"}
-    with spawned_server(model_path, *flags, log=folder / "server.log", env=env) as running:
+def server():
+    env = {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": "9"}
+    with lease("--enable-mixed-chunk", plan=PLAN, env=env) as running:
         yield running
 
 
-@pytest.fixture(autouse=True)
-def empty_tree(request):
-    if "server" in request.fixturenames:
-        request.getfixturevalue("server").flush_cache()
-
-
 @pytest.fixture(scope="module")
-def twin(model_path):
-    return SharingTwin(model_path, KV_LAYERS)
+def twin():
+    return SharingTwin(talking_model(), KV_LAYERS)
 
 
 def input_logprobs(answer) -> list[float]:
@@ -90,12 +74,12 @@ def furthest(got, expected) -> float:
 
 class TestMemory:
     def test_the_pool_is_smaller_by_the_layers_that_keep_nothing(self, server):
-        """The host's own report and ours; 3 KV heads of 64 channels in float32, and one slot for padding."""
-        layer_bytes = 2 * (POOL_TOKENS + 1) * 3 * 64 * 4
+        """The host's own report and ours; 2 KV heads of 32 channels in float32, and one slot for padding."""
+        layer_bytes = 2 * (POOL_TOKENS + 1) * 2 * 32 * 4
         assert state_of(server)["kv"] == {"bytes": NUM_OWN * layer_bytes, "layers": NUM_OWN}
         gibibytes = server.get("/server_info")["internal_states"][0]["memory_usage"]["kvcache"]
         assert gibibytes == pytest.approx(NUM_OWN * layer_bytes / 2**30, abs=1e-3)
-        assert f"{NUM_OWN} of {NUM_LAYERS} layers keep KV of their own" in server.log_text()
+        assert f"{NUM_OWN} of {TALKING_LAYERS} layers keep KV of their own" in server.log_text()
 
     def test_what_the_plan_promises_is_said_at_start_up(self, server):
         (line,) = [line for line in server.log_text().splitlines() if "blockreuse: kv_from: layers" in line]
@@ -133,22 +117,22 @@ class TestAgainstTheTwin:
             expected = twin.log_probs(ids + answer["output_ids"])[len(ids) - 1 :]
             assert furthest(output_logprobs(answer), expected) <= FULL_PREFILL_LOGPROB
 
-    @pytest.mark.parametrize("wrong", [20, None], ids=["another source", "no sharing"])
-    def test_another_source_is_seen_to_differ(self, server, model_path, wrong):
+    @pytest.mark.parametrize("wrong", [0, None], ids=["another source", "no sharing"])
+    def test_another_source_is_seen_to_differ(self, server, wrong):
         """Negative control of the twin."""
-        layers = [at if wrong is None else wrong if source == 21 and at > 21 else source
+        layers = [at if wrong is None else wrong if source == 1 and at > 1 else source
                   for at, source in enumerate(KV_LAYERS)]  # fmt: skip
         found = input_logprobs(ask(server, LONG, new_tokens=1, logprob_start_len=0))
-        twin = SharingTwin(model_path, layers)
+        twin = SharingTwin(talking_model(), layers)
         assert furthest(found, twin.log_probs(LONG)) > 100 * FULL_PREFILL_LOGPROB
 
 
-def test_sparse_decode_computes_what_the_evaluator_does(server, model_path):
-    plan = parse_plan(PLAN, "plan.yaml").bind(NUM_LAYERS, None)
+def test_sparse_decode_computes_what_the_evaluator_does(server):
+    plan = parse_plan(PLAN, "plan.yaml").bind(TALKING_LAYERS, None)
     answer = ask(server, LONG, new_tokens=12)
-    assert state_of(server)["counts"]["decode_rows_total sparse"] > 0
+    assert server.new_counts()["decode_rows_total sparse"] > 0
     got, tokens = output_logprobs(answer), answer["output_ids"]
-    case = Case(Llama(model_path), "served", LONG + tokens, len(got) - 1)
+    case = Case(Llama(talking_model()), "served", LONG + tokens, len(got) - 1)
 
     def of(log_probs):
         return [float(log_probs[row, token]) for row, token in enumerate(tokens[1:])]
@@ -164,14 +148,10 @@ class TestBlocks:
         server.flush_cache()
         return answer
 
-    def know(self, server):
-        ids, spans = LIBRARY.prompt(HOME_ORDER)
-        ask(server, ids, new_tokens=1, blockreuse_spans=spans)
-
     def test_repairing_everything_equals_full_prefill(self, server):
         ids, spans = LIBRARY.prompt(OTHER)
         full = self.full(server, ids)
-        self.know(server)
+        know(server, LIBRARY, HOME_ORDER)
         answer = ask(server, ids, blockreuse_spans=spans, blockreuse_budget=1.0)
         assert usage(answer)["skipped_reason"] == "all_repaired"
         assert distance(answer, full) <= FULL_PREFILL_LOGPROB
@@ -179,7 +159,7 @@ class TestBlocks:
     def test_moving_without_repair_is_seen_to_differ(self, server):
         ids, spans = LIBRARY.prompt(OTHER)
         full = self.full(server, ids)
-        self.know(server)
+        know(server, LIBRARY, HOME_ORDER)
         answer = ask(server, ids, blockreuse_spans=spans, blockreuse_tau=0)
         assert usage(answer)["reused_tokens"] > 250
         assert distance(answer, full) > 100 * FULL_PREFILL_LOGPROB
@@ -202,11 +182,11 @@ class TestBlocks:
     @pytest.mark.parametrize("policy", ["deviation", "query"])
     def test_policies_that_measure_work_on_shared_keys(self, server, policy):
         ids, spans = LIBRARY.prompt(OTHER)
-        self.know(server)
+        know(server, LIBRARY, HOME_ORDER)
         answer = ask(server, ids, blockreuse_spans=spans, blockreuse_policy=policy, blockreuse_budget=0.2)
         assert usage(answer)["repaired_tokens"] > 0
         assert usage(answer)["policy"] == policy
-        assert "errors_total" not in state_of(server)["counts"]
+        assert "errors_total" not in server.new_counts()
 
 
 class TestRequests:
@@ -232,21 +212,17 @@ class TestRequests:
         ask(server, LONG, new_tokens=8)
         server.flush_cache()
         assert leaks(server) == []
-        assert "Traceback" not in server.log_text()
+        assert "Traceback" not in server.new_log_text()
 
 
 REFUSED = {
-    "own_window": (PLAN.replace("anchor: 26, kv_from: 26", "anchor: 26, kv_from: 26, own_window: 16"), (),
+    "own_window": (PLAN.replace("anchor: 4, kv_from: 4", "anchor: 4, kv_from: 4, own_window: 16"), (),
                    "own_window on layers"),
     "a radix cache that would publish its KV": (PLAN, ("--radix-cache-backend", "radix"), "radix-cache-backend"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("plan", "flags", "says"), REFUSED.values(), ids=REFUSED)
-def test_what_is_not_served_stops_the_server_by_name(model_path, tmp_path, plan, flags, says):
-    flags = ("--max-total-tokens", "1000", "--layer-plan", write(tmp_path, plan), *flags)
-    with (
-        pytest.raises(ServerFailed, match=says),
-        extended_server(model_path, *flags, log=tmp_path / "server.log"),
-    ):
+def test_what_is_not_served_stops_the_server_by_name(plan, flags, says):
+    with pytest.raises(ServerFailed, match=says), lease(*flags, plan=plan):
         pass

@@ -10,10 +10,11 @@ import concurrent.futures
 import random
 
 import pytest
-from mixed import leaks, state_of
+from looks import error
+from mixed import leaks
+from plans import PLAN
 from prompts import ask, distance, random_ids
-from servers import spawned_server
-from test_sparse_server import PLAN, error
+from servers import lease
 from tolerances import FULL_PREFILL_LOGPROB
 
 pytestmark = pytest.mark.engine
@@ -22,16 +23,9 @@ NUM_ROWS = 6
 
 
 @pytest.fixture(scope="module")
-def server(model_path, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("retraction")
-    plan = folder / "test.yaml"
-    plan.write_text(PLAN)
-    flags = ("--dtype", "float32", "--max-total-tokens", "8000", "--max-running-requests", str(NUM_ROWS))
-    # read while SGLang is imported, so the server imports it for itself
+def server():
     env = {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": "9"}
-    with spawned_server(
-        model_path, *flags, "--layer-plan", str(plan), log=folder / "server.log", env=env
-    ) as running:
+    with lease(plan=PLAN, env=env) as running:
         yield running
 
 
@@ -48,7 +42,7 @@ def test_rows_that_come_back_share_with_nobody_s_past(server):
     server.flush_cache()
     with concurrent.futures.ThreadPoolExecutor(NUM_ROWS) as pool:
         together = list(pool.map(answer, prompts, modes))
-    counts = state_of(server)["counts"]
+    counts = server.new_counts()
     server.flush_cache()
 
     times = [found["meta_info"]["num_retractions"] for found in together]
@@ -63,5 +57,5 @@ def test_rows_that_come_back_share_with_nobody_s_past(server):
     # full layers write before consumers read, in the first step after a return as in any other
     assert counts["decode_rows_total sparse"] > 0
     assert not any(name.startswith("decode_own_scans_total") for name in counts)
-    assert "Traceback" not in server.log_text()
+    assert "Traceback" not in server.new_log_text()
     assert leaks(server) == []

@@ -7,14 +7,15 @@ log-probabilities are asked for. One server with a sparse plan serves all tests 
 from __future__ import annotations
 
 import concurrent.futures
-import os
 import random
 
 import pytest
 import requests
-from places import PLUGIN
+from looks import counts, decode, error, risen, state_of
+from plans import ALONE, NUM_REINDEX, NUM_REUSE, PLAN
 from prompts import Library, ask, distance, random_ids, usage
-from servers import extended_server
+from servers import lease
+from tiny_models import TALKING_LAYERS, talking_model
 from tolerances import FULL_PREFILL_LOGPROB
 
 from sglang_blockreuse.layers.calibration.case import Case
@@ -22,67 +23,17 @@ from sglang_blockreuse.layers.calibration.llama import Llama
 from sglang_blockreuse.layers.plan_loader import parse_plan
 from sglang_blockreuse.server_process import ServerFailed
 
-pytestmark = pytest.mark.engine
-FLAGS = ("--dtype", "float32", "--max-total-tokens", "8000", "--max-running-requests", "6")
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("shared")]
 RNG = random.Random(3)
 LONG, OTHER, THIRD = (random_ids(n, RNG) for n in (420, 300, 350))
 SHORT = random_ids(60, RNG)  # stays below final_k
-PLAN = """
-version: 1
-name: test
-model: {num_layers: 30}
-selection: {final_k: 96, pool_size: 160, sink: 4, window: 32}
-layers:
-  - {layers: 0, role: dense}
-  - {layers: 1, role: full}
-  - {layers: 2-8, role: reindex, anchor: 1}
-  - {layers: 9-12, role: reuse, anchor: 8}
-  - {layers: 13, role: full}
-  - {layers: 14-29, role: reuse, anchor: 13}
-"""
+DENSE = "version: 1\nname: dense\nlayers: [{layers: all, role: dense}]\n"
 
 
 @pytest.fixture(scope="module")
-def server(model_path, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sparse")
-    plan = folder / "test.yaml"
-    plan.write_text(PLAN)
-    path = os.pathsep.join(filter(None, (str(PLUGIN), os.environ.get("PYTHONPATH"))))
-    flags = (*FLAGS, "--layer-plan", str(plan))
-    with extended_server(model_path, *flags, log=folder / "server.log", env={"PYTHONPATH": path}) as running:
+def server():
+    with lease(plan=PLAN) as running:
         yield running
-
-
-@pytest.fixture(autouse=True)
-def empty_tree(request):
-    if "server" in request.fixturenames:
-        request.getfixturevalue("server").flush_cache()
-
-
-def decode(server, ids, **options):
-    """A greedy answer whose decode steps start from a dense prefill; leaves the tree empty."""
-    answer = ask(server, ids, new_tokens=12, **options)
-    server.flush_cache()
-    return answer
-
-
-def error(server, ids, answer) -> float:
-    """Largest difference of the answer's log-probabilities to those of a dense prefill of the same text."""
-    tokens = answer["output_ids"]
-    oracle = ask(server, ids + tokens, new_tokens=1, logprob_start_len=len(ids) - 1)
-    server.flush_cache()
-    want = [value for value, *_ in oracle["meta_info"]["input_token_logprobs"] if value is not None]
-    got = [value for value, *_ in answer["meta_info"]["output_token_logprobs"]]
-    assert len(want) == len(got) == len(tokens)
-    return max(abs(a - b) for a, b in zip(got, want, strict=True))
-
-
-def counts(server) -> dict[str, float]:
-    return server.get("/server_info")["internal_states"][0]["blockreuse"]["counts"]
-
-
-def risen(server, before, name) -> float:
-    return counts(server).get(name, 0) - before.get(name, 0)
 
 
 class TestExactness:
@@ -144,18 +95,25 @@ def test_an_aborted_row_leaves_the_others_alone(server):
         doomed.result()
 
 
-def test_the_evaluator_computes_what_the_server_serves(server, model_path):
+def furthest_from(text, answer) -> float:
+    """Of a decoded answer behind LONG from what calibration's plain arithmetic makes of it under this plan.
+
+    The first token is sampled from the prefill, every other one from a decode step.
+    """
+    tokens = answer["output_ids"]
+    case = Case(Llama(talking_model()), "served", [*LONG, *tokens], len(tokens) - 1)
+    log_probs, _ = case.log_probs(parse_plan(text, "test.yaml").bind(TALKING_LAYERS, None))
+    got = [value for value, *_ in answer["meta_info"]["output_token_logprobs"]][1:]
+    expected = [float(log_probs[row, token]) for row, token in enumerate(tokens[1:])]
+    return max(abs(a - b) for a, b in zip(got, expected, strict=True))
+
+
+def test_the_evaluator_computes_what_the_server_serves(server):
     """Calibration's plain arithmetic and the engine agree on a sparse row's log-probabilities, float32 both."""
-    plan = parse_plan(PLAN, "test.yaml").bind(30, None)
     answer = decode(server, LONG)
-    got = [value for value, *_ in answer["meta_info"]["output_token_logprobs"]]
-    # the first token is sampled from the prefill, every other one from a decode step
-    case = Case(Llama(model_path), "served", LONG + answer["output_ids"], len(got) - 1)
-    log_probs, _ = case.log_probs(plan)
-    for row, (token, value) in enumerate(zip(answer["output_ids"][1:], got[1:], strict=True)):
-        assert abs(float(log_probs[row, token]) - value) <= FULL_PREFILL_LOGPROB
-    dense = [float(case.dense[row, token]) for row, token in enumerate(answer["output_ids"][1:])]
-    assert max(abs(a - b) for a, b in zip(dense, got[1:], strict=True)) > 100 * FULL_PREFILL_LOGPROB
+    assert furthest_from(PLAN, answer) <= FULL_PREFILL_LOGPROB
+    assert furthest_from(DENSE, answer) > 100 * FULL_PREFILL_LOGPROB
+    assert furthest_from(ALONE, answer) > 100 * FULL_PREFILL_LOGPROB
 
 
 class TestStaleState:
@@ -164,17 +122,16 @@ class TestStaleState:
     )
     def test_a_spoilt_field_costs_the_row_a_scan_and_nobody_an_answer(self, server, field):
         alone = decode(server, OTHER)
-        good = error(server, LONG, decode(server, LONG))
         before = counts(server)
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             spoilt = pool.submit(ask, server, LONG, new_tokens=12, testing_stale=field)
             other = pool.submit(ask, server, OTHER, new_tokens=12)
         server.flush_cache()
-        # every consumer of every step: 7 reindex layers and 4 + 16 reuse layers
-        assert risen(server, before, "decode_own_scans_total reindex") == 7 * 11
-        assert risen(server, before, "decode_own_scans_total reuse") == 20 * 11
+        # every consumer of every step
+        assert risen(server, before, "decode_own_scans_total reindex") == NUM_REINDEX * 11
+        assert risen(server, before, "decode_own_scans_total reuse") == NUM_REUSE * 11
         assert distance(other.result(), alone) <= FULL_PREFILL_LOGPROB
-        assert error(server, LONG, spoilt.result()) <= good, "own scans are at least as good as shared ones"
+        assert furthest_from(ALONE, spoilt.result()) <= FULL_PREFILL_LOGPROB, "every layer chose for itself"
 
     def test_what_the_checks_cannot_see_would_harm_the_answer(self, server):
         """Negative control: the same damage, stamped as good."""
@@ -183,26 +140,23 @@ class TestStaleState:
         spoilt = decode(server, LONG, testing_stale="unseen")
         assert risen(server, before, "decode_own_scans_total reuse") == 0
         assert error(server, LONG, spoilt) > 2 * good
+        assert furthest_from(ALONE, spoilt) > 100 * FULL_PREFILL_LOGPROB
 
 
-def test_the_plan_full_is_bit_equal_to_no_plan(model_path, tmp_path):
+def test_the_plan_full_is_bit_equal_to_no_plan():
     answers = []
-    for flags in ((), ("--layer-plan", "full")):
-        log = tmp_path / f"{len(flags)}.log"
-        with extended_server(model_path, *FLAGS, *flags, log=log) as running:
+    for plan in ("", "full"):
+        with lease("--enable-mixed-chunk", plan=plan) as running:
             answers.append([ask(running, ids, new_tokens=12) for ids in (LONG, SHORT)])
     for without, with_full in zip(*answers, strict=True):
         assert with_full["output_ids"] == without["output_ids"]
         assert distance(with_full, without) == 0.0
 
 
-def test_a_sparse_plan_needs_the_radix_cache_that_keeps_its_kv_apart(model_path, tmp_path):
-    plan = tmp_path / "test.yaml"
-    plan.write_text(PLAN)
-    flags = ("--layer-plan", str(plan), "--radix-cache-backend", "radix")
+def test_a_sparse_plan_needs_the_radix_cache_that_keeps_its_kv_apart():
     with (
         pytest.raises(ServerFailed, match="radix-cache-backend"),
-        extended_server(model_path, *FLAGS, *flags, log=tmp_path / "server.log"),
+        lease("--radix-cache-backend", "radix", plan=PLAN),
     ):
         pass
 
@@ -234,6 +188,6 @@ class TestBothFeatures:
 
     def test_the_pool_is_whole_afterwards(self, server):
         ask(server, LONG, new_tokens=8)
-        pool = server.get("/server_info")["internal_states"][0]["blockreuse"]["pool"]
+        pool = state_of(server)["pool"]
         assert pool["free"] + pool["evictable"] == pool["size"]
         assert pool["protected"] == 0

@@ -12,7 +12,7 @@ import time
 import pytest
 import requests
 from nursery import Nursery
-from prompts import Library, ask, distance, usage
+from prompts import Library, ask, distance, know, usage
 from servers import with_test_plugin
 from tiny_models import SUPPORTED, VOCAB
 from tolerances import FULL_PREFILL_LOGPROB
@@ -65,13 +65,8 @@ def answers(server, order):
     server.flush_cache()
     full = ask(server, ids, blockreuse_mode="off")
     server.flush_cache()
-    know(server)
+    know(server, LIBRARY)
     return full, ask(server, ids, blockreuse_spans=spans, blockreuse_tau=2)
-
-
-def know(server):
-    ids, spans = LIBRARY.prompt((0, 1, 2, 3))
-    ask(server, ids, new_tokens=1, blockreuse_spans=spans)
 
 
 @pytest.mark.parametrize("case", range(len(ORDERS)), ids=str)
@@ -131,7 +126,7 @@ def test_a_load_that_fails_on_one_rank_unfolds_its_request_on_both(server, one_r
 
 def test_a_rank_that_plans_otherwise_is_detected(server):
     """Negative control, last because it ends the server."""
-    know(server)
+    know(server, LIBRARY)
     ids, spans = LIBRARY.prompt((3, 1, 0))
     with pytest.raises(requests.RequestException):
         _ask_until_it_dies(server, ids, blockreuse_spans=spans, blockreuse_tau=0, testing_rank_drift=True)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from drawn import examples
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tolerances import KERNEL_OUT
 
@@ -153,7 +154,7 @@ def row_lists(draw: st.DrawFn) -> list[tuple[int, int, int]]:
     return rows
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     rows=row_lists(),
     layout=st.sampled_from(LAYOUTS),
@@ -273,7 +274,7 @@ def test_an_alpha_of_minus_infinity_removes_the_local_keys(rows):
     assert is_close(batch.run(bias=bias), batch.exact(bias=bias))
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(
     rows=row_lists(),
     layout=st.sampled_from(LAYOUTS),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_blockreuse.kernels import cpu_rotate_copy, reference
@@ -20,7 +21,7 @@ def bits(tensor):
     return tensor.view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
     is_neox=st.booleans(),

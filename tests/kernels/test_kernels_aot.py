@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 
 import pytest
-import triton
 from places import ROOT
 
 SCRIPT = ROOT / "bench" / "kernel_aot.py"
@@ -73,14 +71,6 @@ def test_every_block_fits_its_multiprocessor(table):
     for key, target, constants, used in entries(table):
         assert used["shared_bytes"] <= MAX_SHARED_BYTES[target], (key, target)
         assert used["registers"] * 32 * constants.get("num_warps", 4) <= MAX_REGISTERS, (key, target)
-
-
-def test_a_sample_compiles_to_what_the_table_says(table):
-    if table["triton"] != triton.__version__:
-        pytest.skip(f"the table was made with triton {table['triton']}, this is {triton.__version__}")
-    command = [sys.executable, str(SCRIPT), "--check", "31", "--targets", "90"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
 
 
 def test_a_kernel_that_spills_is_seen(aot, table):

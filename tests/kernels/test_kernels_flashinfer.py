@@ -8,8 +8,9 @@ from dataclasses import replace
 import flashinfer
 import pytest
 import torch
+from drawn import examples
 from flashinfer_contract import TorchExecutor
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tolerances import REFERENCE
 
@@ -183,7 +184,7 @@ def test_a_broken_contract_is_noticed(fault):
     assert not torch.allclose(out, expected, atol=1e-3)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     rows_of=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12)), min_size=1, max_size=4),
     tags=st.sampled_from(sorted(MODES.values())),

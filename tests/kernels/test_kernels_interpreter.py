@@ -1,22 +1,11 @@
-"""Runs tests/kernels/interpreter in Triton's interpreter, in processes of their own (see its conftest.py)."""
+"""Every Triton kernel in Triton's interpreter, a third of the grid; nightly, the whole grid."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
+import interpreter
 import pytest
-from places import ROOT
-
-FOLDER = Path(__file__).parent / "interpreter"
 
 
-@pytest.mark.parametrize("file", sorted(FOLDER.glob("test_*.py")), ids=lambda path: path.stem)
-def test_kernels_in_the_interpreter(file: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", str(file)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    print(done.stdout[-2000:])
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+@pytest.mark.parametrize("file", interpreter.FILES, ids=lambda path: path.stem)
+def test_kernels_in_the_interpreter(file):
+    interpreter.run(file, "--grid", "thin")

@@ -10,7 +10,7 @@
     testing_rotations: int          move keys by this many times their distance, until another request is planned
     testing_stale: FIELD            spoil this field of what layer groups share about the request, in every step;
                                     "unseen" spoils the positions and stamps them as good
-    testing_stale_repair: [P, FIELD]  the same for the repair token at position P, where the plan has `prefill: sparse`
+    testing_stale_repair: [P, ..., FIELD]  the same for the repair tokens at these positions under `prefill: sparse`
     testing_dense_repair: true      repair is dense although the plan has `prefill: sparse`
     testing_short_repair: true      repair tokens whose keys are fewer than final_k go the way of the others
     testing_mute: true              announce no write of KV to the index keys, until another request is admitted
@@ -29,7 +29,8 @@ import os
 
 
 def knob(req, name):
-    return (req.sampling_params.custom_params or {}).get(name)
+    params = req.sampling_params.custom_params
+    return params.get(name) if isinstance(params, dict) else None  # a request may hold nonsense
 
 
 def register():
@@ -47,7 +48,10 @@ def register():
     HookRegistry.register("sglang_blockreuse.layers.row_modes.RowModes.admit", note_stale, HookType.AFTER)
     HookRegistry.register("sglang_blockreuse.layers.share_state.ShareState.seal", spoil, HookType.AROUND)
     HookRegistry.register(
-        "sglang_blockreuse.layers.sparse_repair.SparseRepair._short", nobody, HookType.AROUND
+        "sglang_blockreuse.layers.share_state.ShareState.take", spoil_taken, HookType.AROUND
+    )
+    HookRegistry.register(
+        "sglang_blockreuse.layers.sparse_repair.SparseRepair.short", nobody, HookType.AROUND
     )
     HookRegistry.register("sglang_blockreuse.blocks.step.repair_mask", dense_repair, HookType.AROUND)
     HookRegistry.register("sglang_blockreuse.blocks.measure._asked", break_probe, HookType.BEFORE)
@@ -194,9 +198,8 @@ def note_stale(result, modes, reqs):
     repair_is_dense = any(knob(req, "testing_dense_repair") for req in reqs)
     short_repair_is_sparse = any(knob(req, "testing_short_repair") for req in reqs)
     STALE_REPAIR.clear()
-    STALE_REPAIR.update(
-        {found[0] + 1: found[1] for found in (knob(req, "testing_stale_repair") for req in reqs) if found}
-    )
+    marked = [knob(req, "testing_stale_repair") for req in reqs]
+    STALE_REPAIR.update({position + 1: found[-1] for found in marked if found for position in found[:-1]})
     for req in reqs:
         STALE.pop(req.kv.req_pool_idx, None)
         if knob(req, "testing_stale"):
@@ -212,25 +215,31 @@ def nobody(original, repair, lens):
 
 
 def spoil(original, state, layer, kind):
-    from sglang_blockreuse.layers.share_state import FIELDS
-
-    table, stamps = state.written()[layer.layer, kind]
-    stale = stale_rows(state)
-    for slot, field in stale.items():
+    """What no check can see: other content, stamped as good."""
+    table, _ = state.written()[layer.layer, kind]
+    for slot, field in stale_rows(state).items():
         if field == "unseen":
             table.positions[slot] = table.positions[slot, 0, 0]
             table.slots[slot] = table.slots[slot, 0, 0]
     original(state, layer, kind)
-    for slot, field in stale.items():
+
+
+def spoil_taken(original, state, layer):
+    """After whoever wrote it has read it, and before the layer that takes it."""
+    from sglang_blockreuse.layers.share_state import FIELDS
+
+    table, stamps = state.written()[layer.anchor, "pool" if layer.role == "reindex" else "indices"]
+    for slot, field in stale_rows(state).items():
         if field in FIELDS:
             stamps[slot, FIELDS.index(field)] += 1
         elif field != "unseen":
             getattr(table, field)[slot] += 1
+    return original(state, layer)
 
 
 def stale_rows(state):
     """Row of the state's tables -> field. The state of repair tokens has row ids of slot holder and position."""
-    row_ids, lens = state._expected_R3[:, 0].tolist(), state._expected_R3[:, 2].tolist()
+    row_ids, lens = state.expected_R3[:, 0].tolist(), state.expected_R3[:, 2].tolist()
     if row_ids and row_ids[0] >> 32:
         return {row: STALE_REPAIR[n] for row, n in enumerate(lens) if n in STALE_REPAIR}
-    return {slot: STALE[slot] for slot in state._requests_R.tolist() if slot in STALE}
+    return {slot: STALE[slot] for slot in state.requests_R.tolist() if slot in STALE}

@@ -15,7 +15,19 @@ FOLDER = Path(__file__).parent / "interpreter"
 
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("test_*.py")), ids=lambda path: path.stem)
 def test_rehearsals_in_the_interpreter(file: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", str(file)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "ignore",
+        str(file),
+    ]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [*command, "--show-capture=no"], env=environment, cwd=ROOT, capture_output=True, text=True

@@ -8,6 +8,7 @@ from array import array
 
 import numpy as np
 import pytest
+from drawn import examples
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -71,7 +72,7 @@ def cases(draw: st.DrawFn):
     return donors, prompt
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(cases())
 def test_every_hit_is_true_maximal_and_no_exact_prefix(case):
     donors, prompt = case
@@ -95,7 +96,7 @@ def test_every_hit_is_true_maximal_and_no_exact_prefix(case):
         free = end
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(cases())
 def test_what_lies_between_hits_holds_no_long_match(case):
     """Completeness: a stretch of 2W - 1 tokens contains an entered window, so it cannot be missed."""
@@ -230,7 +231,7 @@ def test_equal_hashes_of_different_windows_are_told_apart(same_hash):
 donations = st.lists(st.tuples(ids, st.booleans()), max_size=20)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @example([([0] * 5, True), ([0] * 4, True)])  # a shorter prompt of the same token is another one
 @given(donations)
 def test_the_memory_bound_holds_and_nothing_is_left_of_what_went(donors):

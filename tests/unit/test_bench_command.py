@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
+from bench_records import measurement
 from report_quality import tables
-from test_bench_stats import measurement
 
 from sglang_blockreuse import cli
 from sglang_blockreuse.commands import bench

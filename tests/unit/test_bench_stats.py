@@ -9,6 +9,7 @@ import statistics
 import pytest
 import report_quality
 import report_serving
+from bench_records import measurement, usage
 from contexts import Context
 from gate import Bounds, judge, outcome_problems
 from meter import COVERED, covering, problem
@@ -110,10 +111,6 @@ class TestMemory:
 CONTEXT = Context("A/0", "A", Prompt(tuple(range(400)), (40, 140, 140, 300, 300, 390), (0, 1, 2), "", ""), ())
 
 
-def usage(**values):
-    return {"policy": "seam", "reused_tokens": 240, "repaired_tokens": 10, "skipped_reason": None, **values}
-
-
 class TestProblems:
     def test_a_measurement_that_reused_all_it_could_is_one(self):
         assert problem(CONTEXT, MeterArm("seam", 0.05), usage()) is None
@@ -131,24 +128,6 @@ class TestProblems:
     )
     def test_others_are_none(self, found, message):
         assert message in problem(CONTEXT, MeterArm("seam", 0.05), found)
-
-
-def measurement(context="A/0", policy="seam", budget=0.05, *, kl=0.02, same=True, problem=None, alone=False):
-    return {
-        "record": "measurement",
-        "context": context,
-        "category": context[0],
-        "policy": policy,
-        "budget": budget,
-        "alone": alone,
-        "forced": "oracle",
-        "kl": [kl] * 8,
-        "same_top": [same] * 8,
-        "exact": None,
-        "nll": 0.1,
-        "usage": usage(recompute_ratio=budget),
-        "problem": problem,
-    }
 
 
 class TestGate:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from plan_corruptions import CORRUPTIONS
 from plan_strategies import raw_plans
@@ -138,7 +139,7 @@ def test_writing_and_reading_a_plan_keeps_what_it_means(raw):
 
 
 @pytest.mark.parametrize("corrupt", CORRUPTIONS, ids=lambda corruption: corruption.__name__)
-@settings(max_examples=40)
+@examples(40)
 @given(data=st.data())
 def test_one_corruption_is_refused_at_its_place(corrupt, data):
     raw = data.draw(raw_plans(every_role=True))

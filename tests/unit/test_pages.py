@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from sparse_checks import DTYPES, LENS, SELECTION, check, same
 from sparse_world import D, H, World, make_plan
-from test_sparse_decode import DTYPES, LENS, SELECTION, check, same
 
 from sglang_blockreuse.kernels.cpu_attention import KeyBias
 from sglang_blockreuse.kernels.reference_pages import page_token_scores, row_bounds

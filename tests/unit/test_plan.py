@@ -13,7 +13,7 @@ from sglang_blockreuse.blocks.intervals import merge, subtract
 from sglang_blockreuse.blocks.plan import MAX_RUNS, build_plan
 from sglang_blockreuse.blocks.policy import deal
 from sglang_blockreuse.blocks.worth import pays
-from sglang_blockreuse.types import BlockOptions, BlockPlan, Interval, LocalSegment
+from sglang_blockreuse.types import PATH, BlockOptions, BlockPlan, Interval, LocalSegment
 
 
 def positions(intervals) -> list[int]:
@@ -140,7 +140,7 @@ def test_subtract_is_the_difference(pairs):
 
 
 def test_runs_beyond_the_row_limit_are_joined_over_the_shortest_copies():
-    spans = [Interval(10 + 12 * i, 20 + 12 * i) for i in range(MAX_RUNS + 50)]
+    spans = [Interval(10 + 12 * i, 14 + 12 * i + i % 7) for i in range(MAX_RUNS + 50)]
     segments = [LocalSegment(s, delta=0, block=i, block_start=s.start) for i, s in enumerate(spans)]
     options = BlockOptions(mode="reuse", spans=tuple(spans), policy="seam", tau=None, budget=0.0)
     end = spans[-1].end + 5
@@ -148,6 +148,18 @@ def test_runs_beyond_the_row_limit_are_joined_over_the_shortest_copies():
     assert len(plan.runs) == MAX_RUNS
     covered = positions(plan.runs) + positions(c.interval for c in plan.copies)
     assert sorted(covered) == list(range(end))
+    kept = {len(copy.interval) for copy in plan.copies}
+    left_out = {len(span) for span in set(spans) - {copy.interval for copy in plan.copies}}
+    assert max(left_out) <= min(kept)
+
+
+def test_a_local_path_is_taken_over_as_it_is():
+    """It was repaired when it was made; a block beside it gets its own windows."""
+    path = LocalSegment(Interval(10, 60), delta=0, block=PATH, block_start=10)
+    block = LocalSegment(Interval(60, 110), delta=0, block=0, block_start=60)
+    options = BlockOptions("reuse", (Interval(60, 110),), "seam", 5, 0.0)
+    plan = build_plan([path, block], start=10, end=120, options=options)
+    assert positions(c.interval for c in plan.copies) == [*range(10, 60), *range(65, 105)]
 
 
 def test_reuse_has_to_pay_for_its_rows():

@@ -6,8 +6,8 @@ import json
 
 import pytest
 import torch
+from sparse_checks import check, same
 from sparse_world import SCALE, World, make_plan
-from test_sparse_decode import check, same
 
 from sglang_blockreuse.kernels import reference_select as law
 from sglang_blockreuse.layers.plan import PlanError

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from sparse_checks import DTYPES, LENS, SELECTION, check, same
 from sparse_world import SCALE, D, G, H, World, make_plan
-from test_sparse_decode import DTYPES, LENS, SELECTION, check, same
 
 from sglang_blockreuse.kernels import cpu_route
 from sglang_blockreuse.kernels import reference_route as route

@@ -6,8 +6,8 @@ import hashlib
 
 import pytest
 import torch
+from sparse_checks import LENS, SELECTION, check, same
 from sparse_world import D, G, H, World, make_plan
-from test_sparse_decode import LENS, SELECTION, check, same
 from tolerances import EXACT, SCORER_RECALL
 
 from sglang_blockreuse.kernels import reference_select as law

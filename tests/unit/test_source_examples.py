@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from sparse_world import make_plan
 
@@ -90,7 +91,7 @@ def test_coverage_of_the_last_layer_of_a_group():
 class TestMargin:
     """max|delta| < m / 2 keeps the set; at m / 2 and beyond it may change."""
 
-    @settings(max_examples=200, deadline=None)
+    @examples(200)
     @given(seed=st.integers(0, 2**32 - 1), k=st.integers(1, 9), share=st.floats(0, 0.999))
     def test_a_perturbation_below_half_the_margin_changes_nothing(self, seed, k, share):
         rng = np.random.default_rng(seed)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from numba.core import event
+from sparse_checks import DTYPES, LENS, LISTS, SELECTION, check, same
 from sparse_world import World, make_plan
-from tolerances import EXACT, KERNEL_OUT
 
 from sglang_blockreuse.kernels import cpu_codes, cpu_pages, cpu_route, cpu_scan, cpu_select, cpu_sparse
 from sglang_blockreuse.kernels.cpu_attention import KeyBias
@@ -17,24 +17,6 @@ from sglang_blockreuse.layers import share_state
 from sglang_blockreuse.layers.plan_support import unsupported_plan
 from sglang_blockreuse.layers.sparse_decode import warm_up
 from sglang_blockreuse.layers.step_clock import PARTS
-
-SELECTION = {"final_k": 24, "pool_size": 60, "sink": 4, "window": 8}
-LENS = [700, 61, 513, 130, 300]
-DTYPES = [torch.float32, torch.bfloat16]
-LISTS = {
-    "layer": {"heads": "layer"},
-    "kv_head": {"heads": "kv_head"},
-    "kv_head, lends layer": {"heads": "kv_head", "lend_heads": "layer"},
-}
-
-
-def check(got, expected, dtype):
-    absolute, relative = KERNEL_OUT["cpu_attention", dtype]
-    torch.testing.assert_close(got.double(), expected, atol=absolute, rtol=relative)
-
-
-def same(got, expected):
-    torch.testing.assert_close(got, expected, atol=EXACT[0], rtol=EXACT[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -160,7 +142,11 @@ WARM = {
 
 
 class TestWarmUp:
-    """No request waits for a compiler. Kernels that other tests compiled are forgotten first."""
+    """No request waits for a compiler. Kernels that other tests compiled are forgotten first, on disk too."""
+
+    @pytest.fixture(autouse=True)
+    def no_compiled_kernels(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def compiled(self, words, *, warm):
         for module in (cpu_codes, cpu_pages, cpu_route, cpu_scan, cpu_select, cpu_sparse, share_state):

@@ -1,4 +1,5 @@
-"""Kernel tests that run in Triton's interpreter; `tests/kernels/test_kernels_interpreter.py` starts them.
+"""Kernel tests that run in Triton's interpreter; test_kernels_interpreter.py starts them, with
+a third of their parameters, and nightly/test_interpreter.py with all.
 
 The interpreter is chosen by TRITON_INTERPRET=1 before triton is first imported, so these files are only collected
 in a process of their own:  TRITON_INTERPRET=1 pytest tests/kernels/interpreter
@@ -7,6 +8,7 @@ in a process of their own:  TRITON_INTERPRET=1 pytest tests/kernels/interpreter
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable
 
 import pytest
@@ -19,7 +21,26 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 MAX_ERRORS: pytest.StashKey[dict[tuple[str, torch.dtype], float]] = pytest.StashKey()
 
+THIN = 3
+
 CheckClose = Callable[[str, torch.dtype, Tensor, Tensor], None]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--grid", choices=("whole", "thin"), default="whole", help="which parameters of each test"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The thin grid: the first parameters of each test and a third of the others, spread by a hash over all axes."""
+    if config.getoption("grid") == "thin":
+        functions = [item.nodeid.partition("[")[0] for item in items]
+        items[:] = [
+            item
+            for at, (item, function) in enumerate(zip(items, functions, strict=True))
+            if function not in functions[:at] or zlib.crc32(item.nodeid.encode()) % THIN == 0
+        ]
 
 
 @pytest.fixture(scope="session")

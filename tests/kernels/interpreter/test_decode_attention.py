@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import make_rows, queries, wide
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_blockreuse.kernels import reference
@@ -162,7 +163,7 @@ def test_operands_that_disagree_are_refused(case):
         )
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(
     lens=st.lists(st.integers(0, 150), min_size=1, max_size=3),
     num_heads=st.integers(1, 3),

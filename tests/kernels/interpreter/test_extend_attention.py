@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import make_rows, queries, wide
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_blockreuse.kernels import reference
@@ -135,7 +136,7 @@ def test_slots_beyond_two_to_the_31_elements_are_reached(check_close):
     check_close("extend_attention", torch.float16, out, small[0])
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(
     rows_of=st.lists(st.tuples(st.integers(0, 80), st.integers(0, 50)), min_size=1, max_size=3),
     num_heads=st.integers(1, 2),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import poisoned_pool
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_blockreuse.kernels import reference
@@ -147,7 +148,7 @@ def test_pools_that_differ_are_refused():
         PoolTable.of([torch.zeros(8, 1, 64), torch.zeros(8, 2, 64)])
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(
     num_tokens=st.integers(1, 12),
     num_heads=st.integers(1, 5),

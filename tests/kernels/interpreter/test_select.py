@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import make_rows, queries, wide
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_blockreuse.kernels import reference_select as reference
@@ -160,7 +161,7 @@ def test_top_k_of_candidates_keeps_their_positions(chunk_len):
     assert torch.equal(got[1], expected[1])
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(
     lens=st.lists(st.integers(0, 120), min_size=1, max_size=3),
     k=st.integers(1, 130),

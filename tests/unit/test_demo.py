@@ -1,15 +1,8 @@
-"""The demo: its documents and prompts, its comparison, its verdict, and one small run on real servers."""
+"""The demo: its documents and prompts, its comparison, its verdict, and its ways to fail."""
 
-import json
 import math
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
-from functools import partial
 
-import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -209,45 +202,3 @@ def test_every_way_to_fail_has_its_exit_status(error, status, monkeypatch, tmp_p
 def test_more_documents_per_prompt_than_there_are_is_a_usage_error(capsys):
     assert main(["demo", "--documents", "3", "--per-prompt", "4"]) == 2
     assert "--per-prompt 4 is more than --documents 3" in capsys.readouterr().err
-
-
-def demo_command(out, *words):
-    return [sys.executable, "-m", "sglang_blockreuse.cli", "demo", "--out", str(out), *words]
-
-
-@pytest.mark.engine
-class TestRun:
-    small = ("--prompts", "2", "--documents", "4", "--per-prompt", "3", "--new-tokens", "4", "--scored", "2")
-
-    def test_a_small_run_writes_its_results(self, tmp_path, model_path):
-        run = subprocess.run(demo_command(tmp_path, *self.small), capture_output=True, text=True, check=False)
-        assert run.returncode == 0, run.stderr
-        results = json.loads((tmp_path / "results.json").read_text())
-        assert results["summary"]["reused_tokens_median"] > 0
-        for prompt in results["prompts"]:
-            usage = prompt["ours"]["usage"]
-            assert sum(usage[f"{kind}_tokens"] for kind in report.TOKEN_KINDS) == prompt["num_tokens"]
-        assert (tmp_path / "ttft.png").read_bytes().startswith(b"\x89PNG")
-        assert "ratio" in run.stdout
-
-    @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-    def test_an_interrupted_run_leaves_no_server(self, tmp_path, model_path, number, status):
-        # a shell's background job, such as a CI run, ignores SIGINT and would hand that down
-        as_in_a_terminal = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-        demo = subprocess.Popen(
-            demo_command(tmp_path), stderr=subprocess.PIPE, text=True, preexec_fn=as_in_a_terminal
-        )
-        log = tmp_path / "stock.log"
-        _wait_for(lambda: log.exists() and "server_args=" in log.read_text())
-        servers = psutil.Process(demo.pid).children(recursive=True)
-        assert servers
-        demo.send_signal(number)
-        assert demo.wait(timeout=60) == status
-        assert not [server for server in servers if server.is_running()]
-
-
-def _wait_for(condition, timeout_s=120.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.2)

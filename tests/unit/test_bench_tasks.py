@@ -1,15 +1,13 @@
-"""`bench tasks`: lm-eval asks the real server, exactly and with reuse, from our own rows and without a hub."""
+"""`bench tasks`: its rows, its scores, its table."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 
 import pytest
 import tasks
 from lm_eval_tasks.facts import process_results
-from servers import extended_server
 
 FLAGS = ("--separator", "<doc>", "--requests", "3", "--per-prompt", "3", "--documents", "6")
 
@@ -65,30 +63,3 @@ def test_without_lm_eval_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"lm-eval\[api\]"):
         tasks.main(["--out", str(tmp_path)])
-
-
-@pytest.mark.engine
-class TestOnTheServer:
-    @pytest.fixture(scope="class")
-    def server(self, model_path, tmp_path_factory):
-        pytest.importorskip("lm_eval", reason="pip install 'lm-eval[api]'")
-        folder = tmp_path_factory.mktemp("tasks")
-        config = folder / "blockreuse.yaml"
-        config.write_text("blocks: {separator: <doc>}\n")
-        flags = ("--blockreuse-config", str(config), "--max-total-tokens", "8000")
-        with extended_server(model_path, *flags, log=folder / "server.log") as running:
-            yield running
-
-    def test_both_arms_answer_every_prompt(self, server, tmp_path, capsys):
-        assert tasks.main(["--out", str(tmp_path), "--url", server.url, *FLAGS]) == 0
-        records = [json.loads(line) for line in (tmp_path / "tasks.jsonl").read_text().splitlines()]
-        exact, seam = [record for record in records if record["record"] == "score"]
-        assert (exact["arm"], exact["reused_share"], len(exact["values"])) == ("exact", 0.0, 3)
-        assert (seam["arm"], len(seam["values"])) == ("seam", 3)
-        assert seam["reused_share"] > 0.2
-        assert "| blockreuse_facts | seam |" in capsys.readouterr().out
-
-    def test_marks_that_do_not_arrive_turn_it_red(self, server, tmp_path, capsys):
-        words = ["--out", str(tmp_path), "--url", server.url, *FLAGS, "--separator", "<other>"]
-        assert tasks.main(words) == 1
-        assert "**none: the server reused nothing**" in capsys.readouterr().out

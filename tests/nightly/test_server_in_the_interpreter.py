@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 from nursery import Nursery
-from places import PLUGIN
+from places import PLUGIN, REHEARSAL_PLUGIN
 from prompts import Library, ask, distance, usage
 from tiny_models import TinyModel
 from tolerances import FULL_PREFILL_LOGPROB
 
-pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+pytestmark = pytest.mark.engine
+BASES = "tests/rehearsal/test_bases_in_the_interpreter.py::test_rehearsals_in_the_interpreter"
 
 TINY = TinyModel(
     "llama", {"num_hidden_layers": 2, "head_dim": 16, "hidden_size": 64, "intermediate_size": 96}
@@ -62,7 +63,7 @@ def start(model, tmp_path_factory):
         config.write_text(json.dumps({"blocks": blocks}))
         paths = [str(PLUGIN), os.environ.get("PYTHONPATH", "")]
         if like_cuda:
-            paths.insert(0, str(Path(__file__).parent / "plugin"))
+            paths.insert(0, str(REHEARSAL_PLUGIN))
         return nursery.server(
             model,
             *FLAGS,
@@ -100,11 +101,13 @@ def exact(server, order):
     return ask(server, ids, blockreuse_mode="off", new_tokens=3)
 
 
+@pytest.mark.nightly(twin=BASES)
 def test_it_is_the_triton_backend_that_serves(like_cuda, cpu):
     assert "by BlockReuseTritonBackend" in like_cuda.log_text()
     assert "by CpuAttnBackend" in cpu.log_text()
 
 
+@pytest.mark.nightly(twin=BASES)
 def test_a_prompt_computed_in_virtual_rows_equals_a_full_prefill(like_cuda):
     ids, spans = LIBRARY.prompt((0, 1, 2, 3))
     like_cuda.flush_cache()
@@ -116,6 +119,7 @@ def test_a_prompt_computed_in_virtual_rows_equals_a_full_prefill(like_cuda):
     assert distance(folded, full) <= FULL_PREFILL_LOGPROB
 
 
+@pytest.mark.nightly(twin=BASES)
 @pytest.mark.parametrize(
     "asked",
     [
@@ -136,6 +140,7 @@ def test_a_policy_repairs_and_answers_as_on_the_cpu(like_cuda, cpu, asked):
         assert distance(here, exact(like_cuda, (1, 3, 0, 2))) > 100 * FULL_PREFILL_LOGPROB
 
 
+@pytest.mark.nightly(twin=BASES)
 def test_the_guard_measures_and_computes_everything_where_repair_is_bad(like_cuda, cpu):
     here, there = (answer(server, (2, 0, 1, 3)) for server in (like_cuda, cpu))
     assert usage(here)["guard"]["verdict"] == "full"
@@ -143,6 +148,7 @@ def test_the_guard_measures_and_computes_everything_where_repair_is_bad(like_cud
     assert distance(here, exact(like_cuda, (2, 0, 1, 3))) <= FULL_PREFILL_LOGPROB
 
 
+@pytest.mark.nightly(twin=BASES)
 def test_alpha_and_beta_answer_as_on_the_cpu(interpreter, nursery, start):
     """In the prefill that repairs and in the decode steps behind it."""
     found = []
@@ -157,6 +163,7 @@ def test_alpha_and_beta_answer_as_on_the_cpu(interpreter, nursery, start):
     assert distance(here, full_here) > 100 * FULL_PREFILL_LOGPROB  # the terms act
 
 
+@pytest.mark.nightly(twin=BASES)
 def test_requests_that_are_taken_back_answer_as_if_nothing_had_happened(like_cuda):
     """The host takes requests back every few steps and computes them again, in rows of other slots."""
     prompts = [LIBRARY.prompt(order)[0] for order in ((0, 1, 2), (1, 2, 3), (2, 3, 0))]

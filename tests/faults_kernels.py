@@ -1,0 +1,247 @@
+"""Faults of the Triton kernels and of the plans for FlashInfer."""
+
+from __future__ import annotations
+
+from faults import Fault
+
+INTERPRETER = "tests/kernels/interpreter/"
+DECODE, EXTEND = INTERPRETER + "test_decode_attention.py", INTERPRETER + "test_extend_attention.py"
+ROTATE, SELECT = INTERPRETER + "test_rotate_copy.py", INTERPRETER + "test_select.py"
+FLASHINFER = "tests/kernels/test_kernels_flashinfer.py"
+
+KERNEL_FAULTS = [
+    Fault(
+        "wrong delta sign",
+        "kernels/rotate_copy.py",
+        "sin = tl.load(sin_table + angle, mask=pair, other=0.0)",
+        "sin = -tl.load(sin_table + angle, mask=pair, other=0.0)",
+        f"{ROTATE} -k one_angle",
+    ),
+    Fault(
+        "gptj pairs taken for neox pairs",
+        "kernels/rotate_copy.py",
+        "first, second = 2 * i, 2 * i + 1",
+        "first, second = i, i + F",
+        f"{ROTATE} -k gptj-torch.float32",
+    ),
+    Fault(
+        "channels past the rotary dim left behind",
+        "kernels/rotate_copy.py",
+        "if NUM_STILL > 0:",
+        "if NUM_STILL < 0:",
+        f"{ROTATE} -k pass_through",
+    ),
+    Fault(
+        "a rotation by zero goes through arithmetic",
+        "kernels/rotate_copy.py",
+        "still = (sin == 0.0) & (cos == 1.0)",
+        "still = (sin != sin) & (cos == 1.0)",
+        f"{ROTATE} -k by_zero",
+    ),
+    Fault(
+        "only the first layer",
+        "kernels/rotate_copy.py",
+        "layer = tl.program_id(1)",
+        "layer = 0",
+        f"{ROTATE} -k table",
+    ),
+    Fault(
+        "mask off by one",
+        "kernels/extend_attention.py",
+        "(j[None, :] <= position[:, None])",
+        "(j[None, :] < position[:, None])",
+        f"{EXTEND} -k own_position",
+    ),
+    Fault(
+        "last key of a tile lost",
+        "kernels/extend_attention.py",
+        "end = num_keys - num_queries + last_query + 1",
+        "end = num_keys - num_queries + last_query",
+        f"{EXTEND} -k own_position",
+    ),
+    Fault(
+        "tag ignored in extend",
+        "kernels/extend_attention.py",
+        "if HAS_TAGS:",
+        "if False:",
+        f"{EXTEND} -k own_tag_bit",
+    ),
+    Fault(
+        "tag ignored in decode",
+        "kernels/decode_attention.py",
+        "if HAS_TAGS:",
+        "if False:",
+        f"{DECODE} -k own_tag_bit",
+    ),
+    Fault(
+        "tag ignored in the scan", "kernels/scan.py", "if HAS_TAGS:", "if False:", f"{SELECT} -k test_splits"
+    ),
+    Fault(
+        "wrong group mapping",
+        "kernels/decode_attention.py",
+        "q_head = head * G + g",
+        "q_head = head + g * tl.num_programs(1)",
+        f"{DECODE} -k over_group",
+    ),
+    Fault(
+        "wrong group mapping in extend",
+        "kernels/extend_attention.py",
+        "q_head = head * G + m % G",
+        "q_head = head + m % G * tl.num_programs(1)",
+        f"{EXTEND} -k over_group",
+    ),
+    Fault(
+        "the first row's list for every row",
+        "kernels/decode_attention.py",
+        "stride_indices_head + first",
+        "stride_indices_head",
+        f"{DECODE} -k 64-torch.float32",
+    ),
+    Fault(
+        "stale index: the block before",
+        "kernels/extend_attention.py",
+        "load_entry(entries, j, live, PAGE_SIZE)",
+        "load_entry(entries, tl.maximum(j - BLOCK_N, 0), live, PAGE_SIZE)",
+        f"{EXTEND} -k own_position",
+    ),
+    Fault(
+        "length of a fixed-width list ignored",
+        "kernels/triton_common.py",
+        "if HAS_LENS:",
+        "if False:",
+        f"{DECODE} -k fixed_width",
+    ),
+    Fault(
+        "lost tail of a split",
+        "kernels/triton_common.py",
+        "tl.cdiv(tl.cdiv(num_keys, NUM_SPLITS), BLOCK_N) * BLOCK_N",
+        "(num_keys // NUM_SPLITS) // BLOCK_N * BLOCK_N",
+        f"{DECODE} -k lose_no_key",
+    ),
+    Fault(
+        "splits added without weights",
+        "kernels/decode_attention.py",
+        "tl.sum(part * weight[:, None], 0)",
+        "tl.sum(part, 0)",
+        f"{DECODE} -k lose_no_key",
+    ),
+    Fault(
+        "page offset dropped",
+        "kernels/triton_common.py",
+        "return page, position % PAGE_SIZE",
+        "return page, position * 0",
+        f"{DECODE} -k any_size_and_layout",
+    ),
+    Fault(
+        "scale forgotten",
+        "kernels/decode_attention.py",
+        "SOFT_BITS) * scale_log2e",
+        "SOFT_BITS) * 1.4426950408889634",
+        f"{DECODE} -k 64-torch.float32",
+    ),
+    Fault(
+        "sink bit confused with local bit",
+        "kernels/triton_common.py",
+        "tl.where(tag & 1 != 0, alpha, 0.0) + tl.where(tag & 2 != 0, beta, 0.0)",
+        "tl.where(tag & 2 != 0, alpha, 0.0) + tl.where(tag & 1 != 0, beta, 0.0)",
+        f"{DECODE} -k own_tag_bit",
+    ),
+    Fault(
+        "log-sum-exp left in base 2",
+        "kernels/decode_attention.py",
+        "(top + tl.log2(total)) * 0.6931471805599453",
+        "(top + tl.log2(total))",
+        f"{DECODE} -k 64-torch.float32",
+    ),
+    Fault(
+        "32-bit addresses",
+        "kernels/triton_common.py",
+        "mask=mask, other=0).to(tl.int64)",
+        "mask=mask, other=0).to(tl.int32)",
+        f"{EXTEND} -k two_to_the_31",
+    ),
+    Fault(
+        "int4 halves swapped",
+        "kernels/scan.py",
+        "(codes & 15).to(tl.float32)",
+        "(codes >> 4).to(tl.float32)",
+        f"{SELECT} -k 96-int4",
+    ),
+    Fault(
+        "range of the other int4 half",
+        "kernels/scan.py",
+        "step, low = _half_range(packed, 32)",
+        "step, low = _half_range(packed, 0)",
+        f"{SELECT} -k 96-int4",
+    ),
+    Fault(
+        "scores pooled before the softmax",
+        "kernels/scan.py",
+        "tl.exp2(logits - (lse * 1.4426950408889634)[:, None])",
+        "tl.exp2(logits)",
+        f"{SELECT} -k summed_over",
+    ),
+    Fault(
+        "the pool's list ignored",
+        "kernels/scan.py",
+        "position = tl.load(listed, mask=live, other=0)",
+        "position = position + 0",
+        f"{SELECT} -k only_the_pool",
+    ),
+    Fault(
+        "tie broken the other way",
+        "kernels/top_k.py",
+        "(tied & (tie_rank <= remaining))",
+        "(tied & (tie_rank > 1) & (tie_rank <= remaining + 1))",
+        f"{SELECT} -k exact_with_ties",
+    ),
+    Fault(
+        "-0 below +0",
+        "kernels/top_k.py",
+        'float("inf"), score) + 0.0',
+        'float("inf"), score)',
+        f"{SELECT} -k exact_with_ties",
+    ),
+    Fault(
+        "window shorter by one",
+        "kernels/top_k.py",
+        "position >= row_len - window",
+        "position > row_len - window",
+        f"{SELECT} -k exact_with_ties",
+    ),
+    Fault(
+        "candidates of a short chunk misplaced",
+        "kernels/top_k.py",
+        "num_columns // MERGED_CHUNK_LEN * kept +",
+        "(num_columns + MERGED_CHUNK_LEN - 1) // MERGED_CHUNK_LEN * kept +",
+        f"{SELECT} -k exact_with_ties",
+    ),
+    Fault(
+        "FlashInfer's base 2 taken for base e",
+        "kernels/flashinfer_attention.py",
+        "lses = [lse / LOG2E + bias",
+        "lses = [lse + bias",
+        FLASHINFER,
+    ),
+    Fault(
+        "class bias with the wrong sign",
+        "kernels/flashinfer_attention.py",
+        "lses = [lse / LOG2E + bias",
+        "lses = [lse / LOG2E - bias",
+        FLASHINFER,
+    ),
+    Fault(
+        "custom mask lets a query see one key more",
+        "kernels/flashinfer_attention.py",
+        "<= rows.first_query_R[row_M] + query_M",
+        "<= 1 + rows.first_query_R[row_M] + query_M",
+        FLASHINFER,
+    ),
+    Fault(
+        "length of an empty row misread by FlashInfer",
+        "kernels/flashinfer_attention.py",
+        "torch.ones_like(lens_R).int() if masked else lens_R.clamp(max=1).int()",
+        "lens_R.clamp(max=1).int()",
+        FLASHINFER,
+    ),
+]

@@ -1,7 +1,7 @@
 """Fixtures that every test file may use, the tiers of the suite, and what a run says at its end.
 
 The default tier is everything outside tests/nightly. `pytest -m nightly` runs the rest, and so does naming its files.
-With two workers, tests of one file or of one `xdist_group` stay together: they share servers, or what they made.
+With two workers, tests of one file stay together, and those of files that share servers: see workers.py.
 """
 
 from __future__ import annotations
@@ -46,12 +46,9 @@ def nursery() -> Nursery:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves the nightly tier out unless it is asked for, and keeps the tests of a file on one worker."""
+    """Leaves the nightly tier out unless it is asked for."""
     asked = "nightly" in config.option.markexpr or any("nightly" in word for word in config.args)
     left_out = [item for item in items if not asked and is_nightly(item)]
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
     # those that take long go first, so that no worker is left with one at the end
     items[:] = sorted(
         (item for item in items if item not in left_out),
@@ -70,6 +67,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["starts"] = dict(STARTS)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getvalue("dist") != "loadfile":
+        return None  # somebody asked for another one
+    from workers import ByServer
+
+    return ByServer(config, log)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -12,7 +12,7 @@ from looks import counts, risen
 from prompts import Library, ask, know, usage
 from servers import lease
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("shared")]
+pytestmark = pytest.mark.engine
 LIBRARY = Library(seed=5)
 SPANS = LIBRARY.prompt((2, 1))[1]
 USAGE_KEYS = {

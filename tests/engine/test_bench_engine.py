@@ -15,7 +15,7 @@ from serving import account, counts
 from sglang_blockreuse.config import POLICIES
 from sglang_blockreuse.demo.client import EndOfTurn
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("language model")]
+pytestmark = pytest.mark.engine
 NUM_TOKENS = 8
 NEARLY_ALL = 0.8  # of the tokens before the question; the rest of the context's blocks is 5 % of them
 

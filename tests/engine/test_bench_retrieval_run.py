@@ -10,7 +10,7 @@ from plans import PLAN
 from retrieval_cases import KINDS, cases_of, said
 from servers import lease
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("shared")]
+pytestmark = pytest.mark.engine
 NUM_CASES = 4
 
 

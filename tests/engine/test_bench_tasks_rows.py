@@ -7,7 +7,7 @@ import tasks
 from looks import counts, risen
 from marked import SEP, start
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("marked")]
+pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize(("separator", "reused"), [(SEP, True), ("<other>", False)], ids=["known", "unknown"])

@@ -14,7 +14,7 @@ from prompts import Library, ask, distance, know, usage
 from servers import lease
 from tolerances import FULL_PREFILL_LOGPROB
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("shared")]
+pytestmark = pytest.mark.engine
 LIBRARY = Library(seed=1)
 ORDER, OTHER = (0, 1, 2, 3), (2, 0, 3, 1)
 CHUNK = 128  # tokens of one prefill step, so that most prompts here take several

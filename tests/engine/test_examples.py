@@ -14,7 +14,7 @@ from places import ROOT
 from servers import language_model
 from tiny_models import talking_model
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("language model")]
+pytestmark = pytest.mark.engine
 EXAMPLES = ROOT / "examples"
 README = (ROOT / "README.md").read_text()
 README_URL = "localhost:30000"

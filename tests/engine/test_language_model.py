@@ -7,7 +7,7 @@ from prompts import Library, ask, distance, know, usage
 from servers import language_model
 from tolerances import FULL_PREFILL_LOGPROB
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("language model")]
+pytestmark = pytest.mark.engine
 LIBRARY = Library(seed=1)
 ORDER = (2, 0, 3, 1)
 

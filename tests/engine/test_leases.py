@@ -10,7 +10,7 @@ from nursery import STARTS
 from prompts import Library, ask, usage
 from servers import lease
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("shared")]
+pytestmark = pytest.mark.engine
 LIBRARY = Library(seed=71, doc_lens=(60, 50))
 
 

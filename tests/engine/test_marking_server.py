@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from sglang_blockreuse.cli import main
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("marked")]
+pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")

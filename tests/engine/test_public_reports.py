@@ -29,7 +29,7 @@ from tolerances import FULL_PREFILL_LOGPROB
 from sglang_blockreuse.host import SUPPORTED_SGLANG
 from sglang_blockreuse.server_process import ServerFailed
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("shared")]
+pytestmark = pytest.mark.engine
 CHUNK = int(COMMON[COMMON.index("--chunked-prefill-size") + 1])
 LIBRARY = Library(seed=21, doc_lens=(100, 80, 120, 90))
 A, B, C, X = range(4)

@@ -23,7 +23,7 @@ from sglang_blockreuse.layers.calibration.llama import Llama
 from sglang_blockreuse.layers.plan_loader import parse_plan
 from sglang_blockreuse.server_process import ServerFailed
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("shared")]
+pytestmark = pytest.mark.engine
 RNG = random.Random(3)
 LONG, OTHER, THIRD = (random_ids(n, RNG) for n in (420, 300, 350))
 SHORT = random_ids(60, RNG)  # stays below final_k

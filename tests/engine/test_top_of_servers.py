@@ -11,7 +11,7 @@ from tiny_models import talking_model
 
 from sglang_blockreuse import cli
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("shared")]
+pytestmark = pytest.mark.engine
 LIBRARY = Library(seed=5)
 
 

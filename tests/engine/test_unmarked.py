@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from laws.unmarked import Unmarked
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("shared")]
+pytestmark = pytest.mark.engine
 
 
 class TestUnmarked(Unmarked):

@@ -18,6 +18,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from .blocks.compile import HomeId, HomeJob, Outcome
 from .blocks.manager import BlockManager, plan_of
 from .blocks.request import RequestError, check_extra_key, check_prompt
+from .errors import short
 from .radix_cache import BlockReuseCache
 from .types import RequestState, Usage, Wait
 
@@ -200,7 +201,7 @@ def accept_request(scheduler: Any, req: Req) -> list[Req]:
     except RequestError as error:
         req.set_finish_with_abort(f"blockreuse: {error}", HTTPStatus.BAD_REQUEST, "BadRequestError")
     except Exception:
-        logger.exception("blockreuse: request %s is served without block reuse", req.rid)
+        logger.exception("blockreuse: request %s is served without block reuse", short(req.rid))
         manager.metrics.add("errors_total")
         if getattr(req, "blockreuse", None) is not None:
             manager.give_up(req, "internal_error")
@@ -220,7 +221,7 @@ def ask_again(scheduler: Any) -> list[Req]:
             homes += _queue_homes(scheduler, req, manager.arrivals.ask_again(req), num_more=len(homes))
             _lend_priority(scheduler, req)
         except Exception:
-            logger.exception("blockreuse: request %s is served without block reuse", req.rid)
+            logger.exception("blockreuse: request %s is served without block reuse", short(req.rid))
             manager.metrics.add("errors_total")
             manager.compiler.drop_unqueued()
             manager.give_up(req, "internal_error")

@@ -19,6 +19,7 @@ from .blocks.compile import HomeId, HomeJob, Outcome
 from .blocks.manager import BlockManager, plan_of
 from .blocks.measure import asks_for_probe
 from .blocks.request import RequestError, check_extra_key, check_prompt
+from .errors import short
 from .radix_cache import BlockReuseCache
 from .types import BlockPlan, RequestState, Usage, Wait
 
@@ -221,7 +222,7 @@ def accept_request(scheduler: Any, req: Req) -> list[Req]:
     except RequestError as error:
         req.set_finish_with_abort(f"blockreuse: {error}", HTTPStatus.BAD_REQUEST, "BadRequestError")
     except Exception:
-        logger.exception("blockreuse: request %s is served without block reuse", req.rid)
+        logger.exception("blockreuse: request %s is served without block reuse", short(req.rid))
         manager.metrics.add("errors_total")
         if getattr(req, "blockreuse", None) is not None:
             manager.give_up(req, "internal_error")
@@ -241,7 +242,7 @@ def ask_again(scheduler: Any) -> list[Req]:
             homes += _queue_homes(scheduler, req, manager.arrivals.ask_again(req), num_more=len(homes))
             _lend_priority(scheduler, req)
         except Exception:
-            logger.exception("blockreuse: request %s is served without block reuse", req.rid)
+            logger.exception("blockreuse: request %s is served without block reuse", short(req.rid))
             manager.metrics.add("errors_total")
             manager.compiler.drop_unqueued()
             manager.give_up(req, "internal_error")

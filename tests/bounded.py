@@ -21,7 +21,6 @@ def thread_ms(work: Callable[[], object], *, repeat: int = 3) -> float:
     Without the garbage collector, whose pauses depend on what else the process holds.
     """
     best = float("inf")
-    gc.collect()
     gc.disable()
     try:
         for _ in range(repeat):

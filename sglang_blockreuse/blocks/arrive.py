@@ -12,7 +12,7 @@ from typing import Any
 from ..config import BlocksConfig
 from ..metrics import Metrics
 from ..types import BlockOptions, RequestState, Usage, Wait
-from .compile import Compiler, HomeJob
+from .compile import Compiler, HomeId, HomeJob
 from .discover import Discovery
 from .match import Namespace, Tree
 from .request import RequestError, parse_options
@@ -133,6 +133,8 @@ class Arrivals:
         self._compiler.prompt_computed(req.rid)
         if exact_end < num_prompt or self.discovery is None or unsupported(req) is not None:
             return
+        if isinstance(req.rid, HomeId):
+            return  # each holds the whole compile prefix, so the homes of one prompt would fill the index
         try:
             self.discovery.published(req.origin_input_ids, namespace_of(req))
         except Exception:

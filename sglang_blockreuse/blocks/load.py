@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..kernels import cpu_rotate_copy
 from ..kernels.dispatch import Dispatcher
-from ..types import RequestState
+from ..types import Interval, LocalSegment, RequestState
+from .intervals import positions_of
 from .rope import RopeGroup, UnsupportedRope
 
 
@@ -46,23 +49,43 @@ class KvLoader:
         Returns the number of copied tokens.
         """
         assert state.plan is not None
-        sources, targets, old, new = [], [], [], []
-        for index, part in state.plan.copies_within(low, high):
-            segment, home = state.plan.segments[index], state.home_slots[index]
-            offset = part.start - segment.interval.start
-            sources.append(home[offset : offset + len(part)])
-            targets.append(row_slots[part.start : part.end])
-            positions = torch.arange(part.start, part.end, device=self.device)
-            new.append(positions)
-            old.append(positions - segment.delta)
-        if not sources:
+        pieces = list(state.plan.copies_within(low, high))
+        if not pieces:
             return 0
-        source_T, target_T = torch.cat(sources).long(), torch.cat(targets).long()
-        old_T, new_T = torch.cat(old), torch.cat(new)
+        home_T, places = _places(state.plan.segments, state.home_slots, pieces)
+        old_T, new_T, place_T = self._to_device(places).unbind()
+        self._move(home_T[place_T].long(), row_slots[new_T].long(), old_T, new_T)
+        return new_T.numel()
+
+    def _to_device(self, places: NDArray[np.int64]) -> Tensor:
+        """Without waiting for what the device does: memory that is not pinned would be copied behind it."""
+        held = torch.from_numpy(places)
+        return held if self.device.type == "cpu" else held.pin_memory().to(self.device, non_blocking=True)
+
+    def _move(self, source_T: Tensor, target_T: Tensor, old_T: Tensor, new_T: Tensor) -> None:
+        """The device's part, on the CPU in this thread: read, rotated and written once for each token and layer."""
         for group, k_layers, v_layers in self._groups:
             cos, sin = group.cos_sin(old_T, new_T)
             self._kernels.rotate_copy(k_layers, v_layers, source_T, target_T, cos, sin, is_neox=group.is_neox)
-        return target_T.numel()
+
+
+def _places(
+    segments: Sequence[LocalSegment], home_slots: Sequence[Tensor], pieces: Sequence[tuple[int, Interval]]
+) -> tuple[Tensor, NDArray[np.int64]]:
+    """Where the tokens of the pieces (segment, positions in the request; ascending) stand: whatever their number, a
+    few operations of the device and one copy to it.
+
+    Returns the slots of the homes in question one behind the other, and int64 [3, tokens]: the position at the home,
+    the one in the request, and the place among those slots.
+    """
+    first, last = pieces[0][0], pieces[-1][0] + 1
+    homes = home_slots[first:last]
+    behind = np.cumsum([0, *(len(home) for home in homes)])
+    lens = [len(part) for _, part in pieces]
+    new_T = positions_of([part for _, part in pieces])
+    delta_T = np.repeat([segments[at].delta for at, _ in pieces], lens)
+    begin_T = np.repeat([segments[at].interval.start - behind[at - first] for at, _ in pieces], lens)
+    return torch.cat(tuple(homes)), np.stack([new_T - delta_T, new_T, new_T - begin_T])
 
 
 def _table(buffers: Sequence[Tensor], layers: Sequence[int]) -> Any:

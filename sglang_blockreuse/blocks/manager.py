@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..config import Config
+from ..errors import short
 from ..metrics import Metrics
 from ..types import PATH, BlockOptions, BlockPlan, Interval, LocalSegment, RequestState, Wait
 from .arrive import Arrivals, logprob_limit, namespace_of, reads_positions
@@ -113,7 +114,7 @@ class BlockManager:
         except Exception as error:
             if is_device_error(error):
                 raise
-            logger.exception("blockreuse: request %s is served without block reuse", req.rid)
+            logger.exception("blockreuse: request %s is served without block reuse", short(req.rid))
             self.metrics.add("errors_total")
             if getattr(req, "blockreuse", None) is not None:
                 self.give_up(req, "internal_error")

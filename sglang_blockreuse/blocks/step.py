@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..errors import short
 from ..metrics import Metrics
 from ..types import Fold, Interval
 from .faults import is_device_error
@@ -141,7 +142,7 @@ class PrefillSteps:
         except Exception as error:
             if is_device_error(error):
                 raise
-            rids = ", ".join(str(part.req.rid) for part in parts)
+            rids = ", ".join(short(part.req.rid) for part in parts)
             logger.exception("blockreuse: everything is computed for %s", rids)
             return True
         return False

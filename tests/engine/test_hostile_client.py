@@ -1,7 +1,8 @@
 """What one client can do to the scheduler's thread of a real server, and to the server's life.
 
 The model is so small that prefill costs next to nothing; the test plug-in's clock says what block reuse takes of the
-thread that decodes for everybody.
+thread that decodes for everybody. Copying KV is the device's work, as a forward is: on the CPU it runs in this thread,
+and the clock has it apart. What bounds it is that no token of a prompt is copied twice. `-s` prints the worst of both.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import contextlib
 import itertools
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import requests
-from bounded import MS_PER_10K_TOKENS, allowed_ms
+from bounded import MS_PER_10K_TOKENS, MS_PER_REQUEST, allowed_ms
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from prompts import usage
 from servers import extended_server, with_test_plugin
 from tiny_models import VOCAB, TinyModel
 
@@ -45,8 +48,12 @@ CONFIGS = {
 class Clocked:
     """A server and the clock of its scheduler's thread."""
 
-    def __init__(self, server, clock: Path):
+    def __init__(self, kind: str, server, clock: Path):
+        self.kind = kind  # of CONFIGS
         self.server = server
+        # by stage: ms for 10K tokens, tokens, what it was
+        self.worst: dict[str, tuple[float, int, str]] = {}
+        self.num_broken = 0  # errors of ours that tests asked for
         self._clock = clock
         self._read = 0
 
@@ -70,12 +77,11 @@ def clocked(request, tmp_path_factory):
     env = {**with_test_plugin(), "BLOCKREUSE_TESTING_CLOCK": str(folder / "clock")}
     flags = (*FLAGS, "--blockreuse-config", str(config))
     with extended_server(model, *flags, log=folder / "server.log", env=env) as server:
-        yield Clocked(server, folder / "clock")
+        yield Clocked(request.param, server, folder / "clock")
 
 
-worst: dict[
-    str, tuple[float, int, str]
-] = {}  # stage -> (ms for 10K tokens, tokens of the prompt, what it was)
+class TooSlow(AssertionError):
+    """A request held the scheduler's thread for longer than it may."""
 
 
 def serve(clocked: Clocked, what: str, ids, **params) -> None:
@@ -85,15 +91,32 @@ def serve(clocked: Clocked, what: str, ids, **params) -> None:
         input_ids=ids, sampling_params={"max_new_tokens": 1, "temperature": 0, "custom_params": params}
     )
     taken = clocked.taken()
-    usage = answer["meta_info"]["blockreuse"]
     num_home_tokens = int(taken.pop("home.tokens", 0))
-    stages = ", ".join(f"{stage} {ms:.1f} ms" for stage, ms in taken.items())
     for who, num_tokens in (("main", len(ids)), ("home", num_home_tokens)):
+        num_copied = taken.pop(f"{who}.copied", 0)
+        assert num_copied <= num_tokens, (
+            f"{what}: {num_copied} of {num_tokens} tokens copied; {usage(answer)}"
+        )
         mine = {stage: ms for stage, ms in taken.items() if stage.startswith(who)}
-        for stage, ms in [*mine.items(), (f"{who}, all", sum(mine.values()))]:
-            if num_tokens > 2000 and 1e4 * ms / num_tokens > worst.get(stage, (0.0, 0, ""))[0]:
-                worst[stage] = (1e4 * ms / num_tokens, num_tokens, what)
-        assert sum(mine.values()) <= allowed_ms(num_tokens), f"{num_tokens} tokens, {what}: {stages}; {usage}"
+        both = sum(mine.values())
+        host = both - mine.get(f"{who}.copy", 0.0)
+        for stage, ms in [*mine.items(), (f"{who}, host", host), (f"{who}, host and copy", both)]:
+            if num_tokens > 2000 and 1e4 * ms / num_tokens > clocked.worst.get(stage, (0.0, 0, ""))[0]:
+                clocked.worst[stage] = (1e4 * ms / num_tokens, num_tokens, what)
+        stages = ", ".join(f"{stage} {ms:.1f} ms" for stage, ms in mine.items())
+        if host > allowed_ms(num_tokens):
+            raise TooSlow(f"{num_tokens} tokens, {what}: {host:.1f} ms: {stages}; {usage(answer)}")
+
+
+def in_some_try(clocked: Clocked, scenario: Callable[[], None]) -> None:
+    """Three tries for what must be fast: what else runs on the machine costs time of this thread, too."""
+    for num_left in (2, 1, 0):
+        try:
+            return scenario()
+        except TooSlow:
+            if num_left == 0:
+                raise
+            clocked.server.flush_cache()
 
 
 def comb(start: int, end: int, length: int, gap: int = 0) -> list[int]:
@@ -115,12 +138,16 @@ def test_a_prompt_full_of_blocks(clocked, policy, length):
     """Compiled, and asked again in another order: with every block behind 1,000 tokens of leading text."""
     clocked.server.flush_cache()
     blocks = [random_ids(length, seed) for seed in range((LONG - 1100) // length)]
-    for turn in range(2):
-        order = blocks if turn == 0 else blocks[::-1]
-        ids = random_ids(1000, 7) + list(itertools.chain.from_iterable(order)) + random_ids(20, 8)
-        spans = comb(1000, 1001 + length * len(blocks), length)
-        what = f"{len(blocks)} blocks of {length}, {policy}, turn {turn}"
-        serve(clocked, what, ids, blockreuse_spans=spans, blockreuse_policy=policy)
+    spans = comb(1000, 1001 + length * len(blocks), length)
+
+    def both_turns() -> None:
+        for turn in range(2):
+            order = blocks if turn == 0 else blocks[::-1]
+            ids = random_ids(1000, 7) + list(itertools.chain.from_iterable(order)) + random_ids(20, 8)
+            what = f"{len(blocks)} blocks of {length}, {policy}, turn {turn}"
+            serve(clocked, what, ids, blockreuse_spans=spans, blockreuse_policy=policy)
+
+    in_some_try(clocked, both_turns)
 
 
 @pytest.mark.parametrize("name", ["one token", "period", "holes", "snippets"])
@@ -135,10 +162,14 @@ def test_an_unmarked_prompt_that_is_hard_to_search(clocked, name):
         "holes": ([unique], [3, *holes]),
         "snippets": (snippets, list(itertools.chain.from_iterable(s[64:] for s in snippets))),
     }[name]
-    for donor in donors:
-        serve(clocked, f"donor: {name}", donor, blockreuse_mode="exact")
-    serve(clocked, f"unmarked: {name}", prompt)
-    serve(clocked, f"marked: {name}", prompt, blockreuse_spans=comb(1, len(prompt), 32))
+
+    def searched() -> None:
+        for donor in donors:
+            serve(clocked, f"donor: {name}", donor, blockreuse_mode="exact")
+        serve(clocked, f"unmarked: {name}", prompt)
+        serve(clocked, f"marked: {name}", prompt, blockreuse_spans=comb(1, len(prompt), 32))
+
+    in_some_try(clocked, searched)
 
 
 @st.composite
@@ -170,11 +201,11 @@ def drawn_requests(draw: st.DrawFn):
     return ids, params
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(drawn_requests())
 def test_whatever_a_client_draws(clocked, drawn):
     ids, params = drawn
-    serve(clocked, f"drawn: {str(params)[:200]}", ids, **params)
+    in_some_try(clocked, lambda: serve(clocked, f"drawn: {str(params)[:200]}", ids, **params))
 
 
 MALFORMED = {
@@ -245,6 +276,49 @@ def test_ids_of_requests_reach_nobody_else(clocked):
         assert_lives(clocked)
 
 
+def test_homes_take_no_room_in_the_index(clocked):
+    """It holds prompts of clients: nine homes behind 1,000 tokens would take five times as much as their prompt."""
+    clocked.server.flush_cache()
+    documents = random_ids(1000, 1000)
+    ids = random_ids(1000, 1001) + documents + random_ids(20, 1002)
+    before = state_of(clocked)
+    serve(clocked, "ten blocks", ids, blockreuse_spans=comb(1000, 2001, 100))
+    between = state_of(clocked)
+    assert between["index"] == before["index"]
+    num_homes = between["counts"].get("homes_total", 0) - before["counts"].get("homes_total", 0)
+    assert num_homes == (0 if clocked.kind == "harvest" else 9)
+    serve(clocked, "the same, exact", ids, blockreuse_mode="exact")
+    # negative control: a prompt that was served exactly is entered, where there is an index
+    was_entered = state_of(clocked)["index"] != between["index"]
+    assert was_entered == (clocked.kind != "marked")
+
+
+@pytest.mark.parametrize("stage", ["plan", "load"])
+def test_an_id_in_the_log_is_short_and_printable(clocked, stage):
+    """The client chose it; the error is one that the test plug-in raises."""
+    clocked.server.flush_cache()
+    ids = random_ids(2020, 1003)
+    # twice: `harvest` reuses what an exact prompt left
+    serve(clocked, "a donor", ids, blockreuse_mode="exact")
+    before = len(clocked.server.log_text())
+    params = {"blockreuse_spans": comb(21, 2021, 100), "testing_break": stage}
+    answer = clocked.server.generate(
+        input_ids=[5, *ids],
+        rid="\x1b[2J\n" * 100_000 + stage,
+        sampling_params={"max_new_tokens": 1, "custom_params": params},
+    )
+    clocked.num_broken += 1
+    assert usage(answer)["skipped_reason"] == "internal_error"
+    said = clocked.server.log_text()[before:]
+    assert "testing_break" in said or "NoneType" in said
+    assert len(said) < 20_000
+    assert "\x1b" not in said
+
+
+def state_of(clocked: Clocked) -> dict:
+    return clocked.server.get("/server_info")["internal_states"][0]["blockreuse"]
+
+
 def assert_lives(clocked: Clocked) -> None:
     answer = clocked.server.generate(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 1})
     assert answer["meta_info"]["finish_reason"]["type"] == "length"
@@ -252,10 +326,13 @@ def assert_lives(clocked: Clocked) -> None:
 
 def test_nothing_failed_and_nothing_is_left(clocked):
     """Stands last: no request met an error of ours, and every slot is where it belongs."""
-    state = clocked.server.get("/server_info")["internal_states"][0]["blockreuse"]
-    assert state["counts"].get("errors_total", 0) == 0, clocked.server.log_text()[-4000:]
+    state = state_of(clocked)
+    assert state["counts"].get("errors_total", 0) == clocked.num_broken, clocked.server.log_text()[-4000:]
     pool = state["pool"]
     assert pool["free"] + pool["evictable"] + pool["protected"] == pool["size"]
-    print("worst of the scheduler's thread, ms for 10K tokens of a prompt of more than 2,000:")
-    for stage, (per_10k, num, what) in worst.items():
-        print(f"  {stage:14s} {per_10k:6.2f} of {MS_PER_10K_TOKENS:g} allowed; {num} tokens, {what[:120]}")
+    print(
+        f"{clocked.kind}: worst of the scheduler's thread, ms for 10K tokens of a prompt of more than 2,000;"
+    )
+    print(f"the host may take {MS_PER_10K_TOKENS:g}, and {MS_PER_REQUEST:g} for the request:")
+    for stage, (per_10k, num, what) in sorted(clocked.worst.items()):
+        print(f"  {stage:20s} {per_10k:6.2f}; {num} tokens, {what[:120]}")

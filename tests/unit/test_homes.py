@@ -175,3 +175,24 @@ class TestThePool:
         assert req.blockreuse.not_compiled == "home_too_long"
         fits = manager.accept(request(*blocks_behind(20, 3, 50)), max_prompt_len=70)
         assert len(fits) == (0 if compile == "manual" else 2)
+
+
+class TestDonors:
+    """Whose prompts enter the index of `auto`: a home holds the compile prefix, as all others of its prompt do."""
+
+    def entered(self, *, is_home, **values):
+        manager = manager_of(CountingTree(), auto=True)
+        tokens, spans = blocks_behind(20, 4, 50)
+        main = request(tokens, spans, output_ids=[], **values)
+        jobs = manager.accept(main, max_prompt_len=1000)
+        assert len(jobs) == 3  # the first block stands where its home is
+        home = request(jobs[0].home.tokens, [], rid=jobs[0].request_id, output_ids=[])
+        who = home if is_home else main
+        manager.arrivals.computed(who, up_to=len(who.origin_input_ids), exact_end=len(who.origin_input_ids))
+        return manager.arrivals.index_size()["tokens"]
+
+    def test_a_home_is_no_donor(self):
+        assert self.entered(is_home=True) == 0
+
+    def test_a_prompt_that_was_computed_exactly_is(self):
+        assert self.entered(is_home=False) == 230

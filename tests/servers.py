@@ -106,7 +106,8 @@ def lease(
 def language_model() -> AbstractContextManager[Leased]:
     """The 135M model as examples/blockreuse.yaml configures it: one server for all that only a language model shows."""
     blocks = yaml.safe_load((ROOT / "examples" / "blockreuse.yaml").read_text())["blocks"]
-    return lease(model="smollm2", blocks=blocks)
+    # a prompt that is to be measured lies in one step
+    return lease("--chunked-prefill-size", "2048", model="smollm2", blocks=blocks)
 
 
 def stock_server(

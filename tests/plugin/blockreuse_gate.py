@@ -64,7 +64,9 @@ MIXING = set()  # ids of requests
 
 
 def read_knobs(req, scheduler, *args, **kwargs):
-    knobs = req.sampling_params.custom_params or {}
+    knobs = req.sampling_params.custom_params
+    if not isinstance(knobs, dict):
+        return  # a request may hold nonsense
     if knobs.get("testing_mix"):
         MIXING.add(req.rid)
     if knobs.get("testing_embeds"):

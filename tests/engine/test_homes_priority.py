@@ -113,14 +113,23 @@ def test_homes_run_no_later_than_who_waits_for_them(nursery, tmp_path, policy):
         ) as server,
         concurrent.futures.ThreadPoolExecutor(12) as clients,
     ):
-        load = [
-            clients.submit(
-                generate, server, random_ids(40, random.Random(i)), new_tokens=150 + i, routing_key="load"
-            )
-            for i in range(8)
-        ]
+
+        def load(numbers, routing_key):
+            return [
+                clients.submit(
+                    generate,
+                    server,
+                    random_ids(40, random.Random(i)),
+                    new_tokens=150 + i,
+                    routing_key=routing_key,
+                )
+                for i in numbers
+            ]
+
+        running = load(range(2), "liked")
         wait_until(lambda: pool_in_use(server) > 60)
-        marked = clients.submit(generate, server, *prompt(1), new_tokens=170, routing_key="load")
+        waiting = load(range(2, 8), "other")
+        marked = clients.submit(generate, server, *prompt(1), new_tokens=170, routing_key="liked")
         answer, ended = marked.result()
         assert usage(answer)["reused_tokens"] > 0
-        assert ended < max(request.result()[1] for request in load)
+        assert ended < max(request.result()[1] for request in (*running, *waiting))

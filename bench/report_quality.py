@@ -147,7 +147,7 @@ def plot(records: Sequence[Record], path: Path) -> None:
         low, high = [100 * e.low for _, e in points], [100 * e.high for _, e in points]
         axes.fill_between(xs, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
     axes.set(
-        xlabel="recomputed share of the block tokens (%)",
+        xlabel="recomputed share of the tokens up to the last block (%)",
         ylabel=f"share of the KL gap closed (%)\ngap: {name}",
     )
     axes.grid(alpha=0.3)

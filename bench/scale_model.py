@@ -84,7 +84,7 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Server:
-    """budget: recomputed share of the block tokens; None: stock SGLang, exact prefixes only."""
+    """budget: recomputed share of the tokens up to the last block; None: stock SGLang, exact prefixes only."""
 
     budget: float | None = 0.1
 

@@ -96,7 +96,8 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         parser.error(f"--target is {options.target}, but it is a share of the gap, above 0 and at most 1")
     if not 0 < options.max_budget <= 1:
         parser.error(
-            f"--max-budget is {options.max_budget}, but it is a share of the tokens up to the last block, above 0 and at most 1"
+            f"--max-budget is {options.max_budget}, but it is a share of the tokens up to the last block: above 0, "
+            "and at most 1"
         )
     return options, rest
 

@@ -59,7 +59,11 @@ def demo(found: Sequence[Record]) -> str:
             f"{s['cached_tokens_stock_median']:,.0f} / – / – / {fresh:,.0f}",
             tokens,
         ),
-        (r"recomputed share of the tokens up to the last block, \|T\|/N", "", f"{s['recompute_ratio_max']:.1%}"),
+        (
+            r"recomputed share of the tokens up to the last block, \|T\|/N",
+            "",
+            f"{s['recompute_ratio_max']:.1%}",
+        ),
         (
             f"agreement with the stock answer over {s['scored_positions']} answer tokens",
             "",

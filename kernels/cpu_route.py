@@ -20,7 +20,7 @@ def sample(rows: Rows, pool: Table, pooled_R: Any, sinks: int, window: int) -> t
     """What heads are measured on: rows that are numbered, a table of the columns of row r at r, and which of them
     count (float32 [R, X, S], 0 where a column is forced or none)."""
     num_rows, num_lists = len(rows.requests_R), pool.positions.shape[1]
-    lens_R = np.where(pooled_R, pool.counts[rows.requests_R], rows.lens_R)
+    lens_R = np.where(pooled_R, pool.counts[rows.requests_R].max(1), rows.lens_R)
     size = sinks + window + -(-int(lens_R.max(initial=0)) // STRIDE)
     table = Table.empty(num_rows, num_lists, size)
     counting = np.zeros((num_rows, num_lists, size), np.float32)
@@ -90,8 +90,8 @@ def _sampler() -> Callable[..., None]:
     ):
         for r in range(requests.shape[0]):
             request = requests[r]
-            length = counts[request] if pooled[r] else lens[r]
             for x in range(positions.shape[1]):
+                length = counts[request, x] if pooled[r] else lens[r]
                 n, rank = 0, 0
                 for j in range(length):
                     position = positions[request, x, j] if pooled[r] else j
@@ -103,6 +103,6 @@ def _sampler() -> Callable[..., None]:
                         out_slots[r, x, n] = slot_table[request, position]
                         counting[r, x, n] = not forced
                         n += 1
-                out_counts[r] = n
+                out_counts[r, x] = n
 
     return sampled

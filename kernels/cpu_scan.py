@@ -47,7 +47,7 @@ def run(
     mixed = len(first_RE1) > 0
     kernel = _logits(fill, num_heads, 0 if mixed else group, num_channels, mixed)
     kernel(q_RQC, first_RE1, *keys, *rows, *pool, pooled_R, work_RQW)
-    _shares()(rows.requests_R, rows.lens_R, pool.counts, pooled_R, weights_RQ, work_RQW)
+    _shares()(rows.requests_R, rows.lens_R, first_RE1, group, pool.counts, pooled_R, weights_RQ, work_RQW)
 
 
 @functools.cache
@@ -74,15 +74,15 @@ def _logits(fill: Any, num_heads: int, group: int, num_channels: int, mixed: boo
         for task in numba.prange(requests.shape[0] * num_chunks):
             r = task // num_chunks
             request = requests[r]
-            length = counts[request] if pooled[r] else lens[r]
+            length = counts[request].max() if pooled[r] else lens[r]
             begin = (task % num_chunks) * CHUNK
             key = np.empty(num_channels, np.float32)
             for j in range(begin, min(begin + CHUNK, length)):
                 for e in range(num_heads):
                     start, end = queries(first, r, e)
-                    if start == end:
-                        continue
                     x = e if positions.shape[1] > 1 else 0
+                    if start == end or (pooled[r] and j >= counts[request, x]):
+                        continue
                     slot = slots[request, x, j] if pooled[r] else slot_table[request, j]
                     term = bias[tags[slot]] if tags.shape[0] else np.float32(0)
                     fill(keys, ranges, slot, e, key)
@@ -103,11 +103,16 @@ def _shares() -> Callable[..., None]:
     exp = exponential()
 
     @numba.njit(parallel=True, nogil=True, error_model="numpy", fastmath=REORDER)
-    def shares(requests, lens, counts, pooled, weights, work):
+    def shares(requests, lens, first, group, counts, pooled, weights, work):
         num_queries = work.shape[1]
         for task in numba.prange(requests.shape[0] * num_queries):
             r, g = task // num_queries, task % num_queries
-            length = counts[requests[r]] if pooled[r] else lens[r]
+            x = 0  # the list of the query's key head
+            if counts.shape[1] > 1:
+                x = g // group
+                if first.shape[0]:
+                    x = np.searchsorted(first[r], g, side="right") - 1
+            length = counts[requests[r], x] if pooled[r] else lens[r]
             logit = work[r, g]
             highest = np.float32(-np.inf)
             for j in range(length):

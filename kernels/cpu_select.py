@@ -10,7 +10,7 @@ A table row belongs to a request slot, not to a row of the batch, so rows may mo
 
     positions int32 [B, X, M]   ascending; what lies beyond the row's count is undefined
     slots     int32 [B, X, M]   the same entries in the pool, translated once
-    counts    int32 [B]
+    counts    int32 [B, X]
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Table(NamedTuple):
     def empty(cls, num_requests: int, num_lists: int, size: int) -> Table:
         """A table for `num_requests` request slots; its content is undefined."""
         shape = (num_requests, num_lists, size)
-        return cls(np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(num_requests, np.int32))
+        return cls(np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape[:2], np.int32))
 
 
 class Geometry(NamedTuple):
@@ -93,8 +93,11 @@ def keep(
     out: Table,
     *,
     page_size: int = 1,
+    least: float | None = None,
 ) -> None:
     """Writes the best positions of every row into `out`, as many as its rows hold or the row has.
+
+    With `least` only those whose score exceeds it, so lists differ in length (`reference_select.above`).
 
     The first `sinks` positions and the last `window` (one number, or int32 [R]) come before all others. `out` has one
     list, or one per KV head; `pool` has as many, or one for all of them.
@@ -103,8 +106,11 @@ def keep(
     from c * page_size on, which all have its score.
     """
     window_R = np.full(len(rows.requests_R), window, np.int32) if np.isscalar(window) else window
-    _keeper(page_size)(
-        rows.requests_R, rows.lens_R, rows.slot_table, *pool, pooled_R, work_RQW, sinks, window_R, *out
+    # no score is below 0
+    floor = np.float32(-1 if least is None else least)
+    kernel = _keeper(page_size)
+    kernel(
+        rows.requests_R, rows.lens_R, rows.slot_table, *pool, pooled_R, work_RQW, sinks, window_R, floor, *out
     )
 
 
@@ -125,13 +131,14 @@ def _extender() -> Callable[..., None]:
         for r in range(requests.shape[0]):
             if seen[r] == 0:
                 continue
-            request, n = requests[r], counts[requests[r]]
+            request = requests[r]
             for x in range(positions.shape[1]):
+                n = counts[request, x]
                 for j in range(n + lens[r] - seen[r]):
                     position = positions[request, x, j] if j < n else seen[r] + j - n
                     out[request, x, j] = position
                     out_slots[request, x, j] = slot_table[request, position]
-            out_counts[request] = n + lens[r] - seen[r]
+                out_counts[request, x] = n + lens[r] - seen[r]
 
     return extend
 
@@ -170,6 +177,7 @@ def _keeper(page_size: int) -> Callable[..., None]:
         work,
         sinks,
         window,
+        floor,
         out,
         out_slots,
         out_counts,
@@ -181,7 +189,7 @@ def _keeper(page_size: int) -> Callable[..., None]:
             # candidates of one list serve every list
             c = x if positions.shape[1] > 1 else 0
             request = requests[r]
-            length = counts[request] if pooled[r] else lens[r]
+            length = counts[request, c] if pooled[r] else lens[r]
             num_columns = length if pooled[r] else (length + page_size - 1) // page_size
             score = np.zeros(num_columns, np.float32)
             for g in range(x * heads_per_list, (x + 1) * heads_per_list):
@@ -195,8 +203,14 @@ def _keeper(page_size: int) -> Callable[..., None]:
                 position = positions[request, c, j] if pooled[r] else j
                 if position < sinks or position >= lens[r] - window[r]:
                     bits[j] = np.uint32(0xFFFFFFFF)
-            size = min(out.shape[2], length)
-            threshold, num_equal = threshold_of(bits, size)
+            size, num_above = min(out.shape[2], length), length
+            threshold, num_equal = to_bits(floor), 0
+            if floor >= 0:
+                num_above = 0
+                for j in range(length):
+                    num_above += bits[j] > threshold
+            if floor < 0 or num_above > size:
+                threshold, num_equal = threshold_of(bits, size)
             n = 0
             for j in range(length):
                 if bits[j] >= threshold:
@@ -208,8 +222,7 @@ def _keeper(page_size: int) -> Callable[..., None]:
                     out[request, x, n] = position
                     out_slots[request, x, n] = slot_table[request, position]
                     n += 1
-            if x == 0:
-                out_counts[request] = size
+            out_counts[request, x] = n
 
     return keep
 

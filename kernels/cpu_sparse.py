@@ -93,7 +93,7 @@ def _kernel(geometry: Geometry) -> Callable[..., None]:
             r, h = task // num_heads, task % num_heads
             request = requests[r]
             x = h if slots.shape[1] > 1 else 0
-            count = counts[request]
+            count = counts[request, x]
             key = np.empty(head_dim, np.float32)
             weights = np.empty((group, count), np.float32)
             for j in range(count):

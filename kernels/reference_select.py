@@ -160,6 +160,38 @@ def top_k(
     return chosen, lens_R.clamp(max=k).int()
 
 
+def above(
+    scores_RXW: Tensor,
+    lens_R: Tensor,
+    least: float,
+    cap: int,
+    *,
+    positions_RXW: Tensor | None = None,
+    num_sinks: int = 0,
+    window: int = 0,
+    row_lens_R: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What `top_k` chooses of at most `cap` positions, less those whose score does not exceed `least`.
+
+    The first `num_sinks` and the last `window` positions of the row stay whatever their score. Returns positions
+    int32 [R, X, cap], ascending and padded by -1, and counts int32 [R, X]: lists of a row differ in length.
+    """
+    words = {"num_sinks": num_sinks, "window": window, "row_lens_R": row_lens_R}
+    best_RXK, _ = top_k(scores_RXW, lens_R, cap, positions_RXW=positions_RXW, **words)  # type: ignore[arg-type]
+    kept_RXK = torch.full_like(best_RXK, -1)
+    counts_RX = torch.zeros(best_RXK.shape[:2], dtype=torch.int32, device=best_RXK.device)
+    row_lens = (lens_R if row_lens_R is None else row_lens_R).tolist()
+    for r, (length, row_len) in enumerate(zip(lens_R.tolist(), row_lens, strict=True)):
+        for x in range(best_RXK.shape[1]):
+            best = best_RXK[r, x, : min(cap, length)].long()
+            column = best if positions_RXW is None else torch.searchsorted(positions_RXW[r, x, :length].long(), best)
+            forced = (best < num_sinks) | (best >= row_len - window)
+            kept = best[forced | (scores_RXW[r, x, column] > least)]
+            kept_RXK[r, x, : kept.numel()] = kept.int()
+            counts_RX[r, x] = kept.numel()
+    return kept_RXK, counts_RX
+
+
 def scan(
     q_RQD: Tensor,
     keys: Keys,

@@ -40,7 +40,7 @@ def make_plan(
     folder: Path | None = None,
     attend_all: Sequence[int] = (),
     key_from: dict[int, int] | None = None,
-    **selection: int,
+    **selection: float,
 ) -> BoundPlan:
     """A plan from one letter per layer; X takes the pool of the latest F, R the indices of the latest F or X."""
     entries, full, indices = [], None, None
@@ -140,23 +140,23 @@ class World:
         return self.attention(layer, padded, torch.tensor(self.lens))
 
     def attention(self, layer: int, positions_RXK: Tensor, counts_R: Tensor) -> Tensor:
-        """float64 attention of every row over its listed positions."""
+        """float64 attention of every row over its listed positions; counts [R], or [R, X] of ragged lists."""
         num_lists = positions_RXK.shape[1]
-        outs = []
-        for r, request in enumerate(self.requests):
-            slots_XK = self.table[request][positions_RXK[r, :, : counts_R[r]].long()]
-            per_head = slots_XK.expand(H, -1) if num_lists == 1 else slots_XK
-            out, _ = reference.decode_attention(
-                self.q[layer][r : r + 1].double(),
-                self.k[layer].double(),
-                self.v[layer].double(),
-                per_head,
-                torch.tensor([0, int(counts_R[r])]),
+        counts_RX = counts_R.view(len(self.lens), -1).expand(-1, num_lists)
+        out_RQD = torch.empty(self.q[layer].shape, dtype=torch.float64)
+        for (r, request), x in itertools.product(enumerate(self.requests), range(num_lists)):
+            slots = self.table[request][positions_RXK[r, x, : counts_RX[r, x]].long()]
+            heads, queries = (slice(x, x + 1), slice(x * G, x * G + G)) if num_lists > 1 else (slice(None),) * 2
+            out_RQD[r, queries] = reference.decode_attention(
+                self.q[layer][r : r + 1, queries].double(),
+                self.k[layer][:, heads].double(),
+                self.v[layer][:, heads].double(),
+                slots,
+                torch.tensor([0, len(slots)]),
                 scale=SCALE,
                 **self._bias_words(),
-            )
-            outs.append(out)
-        return torch.cat(outs)
+            )[0][0]
+        return out_RQD
 
     @functools.cache  # noqa: B019 - worlds live for one test
     def indices(self, layer: int, *, lent: bool = False) -> tuple[Tensor, Tensor]:
@@ -168,7 +168,7 @@ class World:
         if bound.role == "full" and self.plan.reranks_own_pool:
             return self._rerank(layer, layer, lists)
         if bound.role == "full":
-            return self._scan(layer, self.plan.selection.final_k, lists)
+            return self._scan(layer, self.plan.selection.final_k, lists, self.plan.selection.share)
         return self._rerank(layer, bound.anchor, lists)
 
     def _rerank(self, layer: int, anchor: int, lists: str) -> tuple[Tensor, Tensor]:
@@ -177,25 +177,26 @@ class World:
         heads, k = scorer.rerank_heads or scorer.scan_heads, self.plan.selection.final_k
         if heads == "routed":
             scores = self._routed(layer, pool, counts, lists)
-            return law.top_k(
-                scores,
-                counts,
-                k,
-                positions_RXW=pool.expand(-1, scores.shape[1], -1),
-                row_lens_R=torch.tensor(self.lens),
-                **self._forced(),
-            )
-        return law.rerank(
-            *self._scored(layer, heads),
-            pool,
-            counts,
-            *self._history(),
-            k=k,
-            **self._words(lists),
-            **self._forced(),
-        )
+        else:
+            words = {"pool_RXM": pool, "pool_lens_R": counts, **self._words(lists)}
+            scores = law.pooled_scores(*self._scored(layer, heads), *self._history(), **words)
+        inside = {"positions_RXW": pool.expand(-1, scores.shape[1], -1), "row_lens_R": torch.tensor(self.lens)}
+        return self._kept(scores, counts, k, heads, self.plan.selection.share, **inside)
 
-    def _scan(self, layer: int, size: int, lists: str) -> tuple[Tensor, Tensor]:
+    def _kept(
+        self, scores_RXW: Tensor, lens_R: Tensor, size: int, heads: str, share: float | None, **inside: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The best, or with a share those whose queries give it to them on average."""
+        if share is None:
+            return law.top_k(scores_RXW, lens_R, size, **inside, **self._forced())
+        num_queries, scorer = {"all": H * G, "fused": H}.get(heads), self.plan.scorer
+        if num_queries is None:
+            num_chosen = scorer.num_routed_heads * (H if scorer.heads == "kv_head" else 1)
+            num_queries = H * G if scorer.residual else num_chosen
+        least = share * num_queries / scores_RXW.shape[1]
+        return law.above(scores_RXW, lens_R, least, size, **inside, **self._forced())
+
+    def _scan(self, layer: int, size: int, lists: str, share: float | None = None) -> tuple[Tensor, Tensor]:
         heads, lens_R = self.plan.scorer.scan_heads, torch.tensor(self.lens)
         if self.plan.scorer.kind == "page_minmax":
             scores = page_token_scores(
@@ -204,11 +205,11 @@ class World:
                 page_size=self.plan.scorer.tokens_per_page,
                 **self._words(lists),
             )
-            return law.top_k(scores, lens_R, size, **self._forced())
-        if heads == "routed":
-            return law.top_k(self._routed(layer, None, lens_R, lists), lens_R, size, **self._forced())
-        scored = self._scored(layer, heads)
-        return law.scan(*scored, *self._history(), size=size, **self._words(lists), **self._forced())
+        elif heads == "routed":
+            scores = self._routed(layer, None, lens_R, lists)
+        else:
+            scores = law.pooled_scores(*self._scored(layer, heads), *self._history(), **self._words(lists))
+        return self._kept(scores, lens_R, size, heads, share)
 
     def _routed(self, layer: int, pool: Tensor | None, counts_R: Tensor, lists: str) -> Tensor:
         """Scores [R, X, W] of a few heads, over the history or a pool. Heads are chosen for the lists by which a

@@ -2,7 +2,7 @@
 
     sglang-blockreuse plan list
     sglang-blockreuse plan validate PLAN ... [--model MODEL]
-    sglang-blockreuse plan explain PLAN --model MODEL [--tokens 8192] [--batch 8] [--json]
+    sglang-blockreuse plan explain PLAN --model MODEL [--tokens 8192] [--batch 8] [--listed N] [--json]
 
 PLAN is the name of a shipped plan or the path of a file, MODEL the folder of a model (its config.json is read).
 """
@@ -27,6 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, metavar="DIR", help="folder with the model's config.json")
     parser.add_argument("--tokens", type=int, default=8192, help="history of each row (default: 8192)")
     parser.add_argument("--batch", type=int, default=8, help="rows of a decode step (default: 8)")
+    parser.add_argument(
+        "--listed",
+        type=float,
+        metavar="N",
+        help="positions of a list, where a threshold decides (default: final_k, the most)",
+    )
     parser.add_argument("--json", action="store_true", help="explain as JSON")
 
 
@@ -69,6 +75,7 @@ def _explain(arguments: argparse.Namespace) -> list[str]:
             KVShape.of_config(config),
             num_tokens=arguments.tokens,
             batch=arguments.batch,
+            listed=arguments.listed,
         )
         for name in _given(arguments)
     ]

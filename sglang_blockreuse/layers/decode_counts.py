@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from ..kernels.cpu_select import Rows, Table
 from ..metrics import Metrics
 from .plan import BoundPlan
 
@@ -38,9 +40,18 @@ class StepCounter:
             # with refreshes, each full layer counts for itself
             ("scanned", 0 if selection.refresh_every > 1 else roles["full"] * int(lens_R.sum())),
             ("reranked", roles["reindex"] * int(lens_R.clip(max=selection.pool_size or 0).sum())),
-            ("attended", sum(roles.values()) * len(lens_R) * selection.final_k),
+            # lists of a threshold count for themselves
+            ("attended", 0 if selection.share else sum(roles.values()) * len(lens_R) * selection.final_k),
         ):
             if num_tokens:
                 metrics.add("decode_tokens_total", num_tokens, kind=kind)
         if self._distance:
             metrics.add("decode_staleness_total", self._distance * len(lens_R), axis="layers")
+
+    def count_lists(self, metrics: Metrics, chosen: Iterable[tuple[Any, Rows, Table]]) -> None:
+        """What a layer attends to where a threshold decides: the mean over the lists of each row."""
+        if self._selection.share is None:
+            return
+        for _, rows, table in chosen:
+            num_tokens = table.counts[rows.requests_R].mean(1).sum()
+            metrics.add("decode_tokens_total", round(float(num_tokens)), kind="attended")

@@ -27,6 +27,7 @@ ScorerKind = Literal["exact_qk", "int4_keys", "label_channels", "page_minmax", "
 ListHeads = Literal["layer", "kv_head"]
 ScanHeads = Literal["all", "fused", "routed"]
 
+Share = Annotated[float, Meta(gt=0, lt=1)]
 Count = Annotated[int, Meta(ge=1)]
 Size = Annotated[int, Meta(ge=0)]
 LayerId = Annotated[int, Meta(ge=0)]
@@ -74,9 +75,13 @@ class Selection(_Strict):
 
     `final_k` counts every position attention reads, sinks and window among them; the scorer chooses the
     remaining `final_k - sink - window`. (`k = 64 plus 4 sinks plus 64 window` is `final_k: 132` here.)
+
+    With `share` a list holds sinks, window and every position whose share of the softmax, the mean over the queries
+    that score for the list, exceeds it: as many as the row needs, and the best `final_k` where they are more.
     """
 
-    final_k: Count  # k, positions attention reads per row
+    final_k: Count  # k, positions attention reads per row; with `share` the most that a list holds
+    share: Share | None = None  # what a position must exceed to be listed, in place of a count
     pool_size: Count | None = None  # M, candidates a full layer keeps for its reindex layers
     sink: Size = 4  # leading positions of the sequence that are always in T
     window: Size = 64  # newest positions that are always in T

@@ -10,12 +10,15 @@ Bytes are those a perfect kernel must fetch from memory, per step and summed ove
 `exact_qk` scores the main keys themselves, so such a layer fetches only V of what it selected; so does a layer that
 ranks a pool after a scan of pages. Scoring with fewer heads saves arithmetic, not bytes; routed heads first read a
 sample of what the pass scores. Weights and activations are left out: no plan changes them.
+
+Lists of a threshold (`selection.share`) are as long as texts make them: what they hold is given as `listed`, as calibration
+measures it. Without it they count as full, which is the most that such a plan reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import groupby
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress, groupby
 from typing import Any
 
 import msgspec
@@ -99,7 +102,9 @@ class Explanation(Struct, frozen=True, kw_only=True):
     num_tokens: int  # history of each row
     batch: int
     rows_are_dense: bool  # history too short for the plan to apply
+    lists_are_bounds: bool  # a threshold decides how long lists are, and nobody said
     prefill: Prefill  # whether tokens that repair reused blocks are read for as decode rows are
+    listed: tuple[float, ...]  # positions of a layer's lists, their mean; 0 where it attends to everything
     layers: tuple[LayerCost, ...]
     dense_bytes: float
     kv_bytes_per_token: float  # resident K and V of one token, of all layers that keep their own
@@ -135,7 +140,7 @@ class Explanation(Struct, frozen=True, kw_only=True):
         total = (
             f"plan {_mb(self.total_bytes)} MB, dense {_mb(self.dense_bytes)} MB, {self.ratio:.1f} times less"
         )
-        return "\n".join([title, *table, *note, total, *self._memory(), *self._repair()])
+        return "\n".join([title, *table, *note, total, *self._memory(), *self._repair(), *self._bound()])
 
     def _memory(self) -> Iterator[str]:
         if self.shared_layers:
@@ -158,6 +163,10 @@ class Explanation(Struct, frozen=True, kw_only=True):
                 "is dense"
             )
 
+    def _bound(self) -> Iterator[str]:
+        if self.lists_are_bounds:
+            yield "lists are full here; a threshold keeps fewer, say how many with --listed"
+
     def _lines(self) -> Iterator[tuple[str, ...]]:
         def same(cost: LayerCost) -> tuple[object, ...]:
             return msgspec.structs.astuple(cost)[1:]
@@ -172,14 +181,17 @@ class Explanation(Struct, frozen=True, kw_only=True):
             yield (span, first.role, *links, *cells)
 
 
-def explain(plan: BoundPlan, shape: KVShape, *, num_tokens: int, batch: int) -> Explanation:
+def explain(
+    plan: BoundPlan, shape: KVShape, *, num_tokens: int, batch: int, listed: Sequence[float] | float | None = None
+) -> Explanation:
     """Roofline bytes of one decode step of `batch` rows with `num_tokens` of history each.
 
-    Raises ValueError unless both counts are at least 1.
+    `listed` is what a list holds on average under a plan with a threshold, of all layers or of each. Raises ValueError
+    unless both counts are at least 1, and for a `listed` that the plan's lists cannot hold.
     """
     if num_tokens < 1 or batch < 1:
         raise ValueError(f"num_tokens and batch must be at least 1, got {num_tokens} and {batch}")
-    step = _Step(plan, shape, num_tokens, batch)
+    step = _Step(plan, shape, num_tokens, batch, listed)
     return Explanation(
         name=plan.name,
         fingerprint=plan.fingerprint,
@@ -187,6 +199,8 @@ def explain(plan: BoundPlan, shape: KVShape, *, num_tokens: int, batch: int) -> 
         batch=batch,
         rows_are_dense=plan.rows_are_dense(num_tokens),
         prefill=plan.prefill,
+        listed=step.listed,
+        lists_are_bounds=bool(plan.selection and plan.selection.share) and listed is None,
         layers=tuple(step.cost(layer) for layer in plan.layers),
         dense_bytes=float(batch * plan.num_layers * num_tokens * 2 * shape.key_bytes),
         kv_bytes_per_token=float(2 * len(set(plan.kv_layers)) * shape.key_bytes),
@@ -210,18 +224,48 @@ def _copy_bytes(plan: BoundPlan, shape: KVShape) -> float:
 class _Step:
     """One decode step of a plan at a fixed history length."""
 
-    def __init__(self, plan: BoundPlan, shape: KVShape, num_tokens: int, batch: int) -> None:
+    def __init__(
+        self,
+        plan: BoundPlan,
+        shape: KVShape,
+        num_tokens: int,
+        batch: int,
+        listed: Sequence[float] | float | None,
+    ) -> None:
         self.plan, self.shape, self.num_tokens, self.batch = plan, shape, num_tokens, batch
         self.dense = plan.rows_are_dense(num_tokens)
         self.index_key = shape.index_bytes(plan.scorer)
         # pages are of a history: pools and samples are scored by the keys themselves
         self.ranked_key = shape.key_bytes if plan.scorer.kind == "page_minmax" else self.index_key
         selection = plan.selection
-        self.final_k = min(selection.final_k, num_tokens) if selection else num_tokens
+        self.listed = self._listed(listed)
         # without a pool, or with one that holds everything, a reindex layer scores the whole history
         self.pool = min((selection.pool_size if selection else None) or num_tokens, num_tokens)
         # lists by which a layer attends, and those that it lends
         self.num_lists, self.num_lent = plan.scorer.list_counts(shape.num_kv_heads)
+
+    def _listed(self, given: Sequence[float] | float | None) -> tuple[float, ...]:
+        """Positions of each layer's lists."""
+        selection, layers = self.plan.selection, self.plan.layers
+        if selection is None:
+            return (0.0,) * len(layers)
+        most = min(selection.final_k, self.num_tokens)
+        if given is None or selection.share is None:
+            sizes: Sequence[float] = (most,) * len(layers)
+        else:
+            sizes = given if isinstance(given, Sequence) else (given,) * len(layers)
+        selects = [layer.role != "dense" and layer.attend == "selected" for layer in layers]
+        if len(sizes) != len(layers) or any(not 0 < n <= most for n in compress(sizes, selects)):
+            raise ValueError(
+                f"listed is {given}, but lists of plan {self.plan.name} hold up to {most} positions (selection.final_k)"
+            )
+        return tuple(float(n) if at else 0.0 for n, at in zip(sizes, selects, strict=True))
+
+    def _lent(self, layer: BoundLayer) -> float:
+        """Positions of the indices that a layer writes for others, or takes."""
+        takes = self.listed[layer.layer] or max((self.listed[at] for at in layer.index_readers), default=0.0)
+        selection = self.plan.selection
+        return takes or float(min(selection.final_k if selection else 0, self.num_tokens))
 
     def cost(self, layer: BoundLayer) -> LayerCost:
         dense = self.dense or layer.role == "dense"
@@ -243,7 +287,7 @@ class _Step:
             return 2 * key * self.num_tokens
         own_window = 2 * key * min(layer.own_window, self.num_tokens)
         keys_were_scored = self._scores_keys(layer) and not self.plan.scores_foreign_keys(layer)
-        return (1 if keys_were_scored else 2) * key * self.final_k + own_window
+        return (1 if keys_were_scored else 2) * key * self.listed[layer.layer] + own_window
 
     def _scan(self, layer: BoundLayer) -> float:
         if layer.role != "full":
@@ -283,9 +327,9 @@ class _Step:
         """T is written where it is scored and read by attention; Ω is written once, read by each reranker."""
         finer = self.num_lists > self.num_lent
         if layer.attend == "all" or not layer.scores:
-            positions = self.final_k * self.num_lent
+            positions = self._lent(layer) * self.num_lent
         else:
-            positions = self.final_k * (2 * self.num_lists + (finer and bool(layer.index_readers)))
+            positions = self._lent(layer) * (2 * self.num_lists + (finer and bool(layer.index_readers)))
         if self.pool < self.num_tokens and (layer.role == "reindex" or layer.pool_readers):
             positions += self.pool * self.num_lent
         return float(_POSITION_BYTES * positions)

@@ -104,6 +104,9 @@ def _check_selection(spec: PlanSpec, source: str) -> None:
         raise PlanError(
             source, "selection.final_k", k, rule, f"Give at least {forced + 1}, or less sink or window"
         )
+    if selection.share is not None and not forced:
+        rule = "a row without a position above it would have an empty list"
+        raise PlanError(source, "selection.share", selection.share, rule, "Give at least 1 sink or window")
     if pool is not None and pool < k:
         rule = f"a pool smaller than final_k = {k} cannot fill the list"
         raise PlanError(

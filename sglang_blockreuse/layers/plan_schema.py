@@ -41,6 +41,7 @@ _WORDS: dict[str, tuple[object, ...]] = {
 }
 _KINDS = {
     "int": "an integer",
+    "float": "a number",
     "str": "text",
     "bool": "true or false",
     "object": "a mapping (key: value)",
@@ -137,7 +138,9 @@ def _explained(raw: object, source: str, message: str) -> PlanError:
 def _plain(what: str) -> str:
     """msgspec's "Expected `int` >= 1, got `str`" in a user's words."""
     wanted = re.sub(r", got `.*?`$", "", what).removeprefix("Expected ")
-    bound = re.sub(r"`[^`]*` ?", "", wanted, count=1).replace(">= ", " of at least ")
+    bound = re.sub(r"`[^`]*` ?", "", wanted, count=1)
+    for sign, words in ((">= ", " of at least "), ("> ", " above "), ("< ", " below ")):
+        bound = bound.replace(sign, words)
     kinds = re.match(r"`([^`]*)`", wanted)
     if kinds is None:
         return wanted

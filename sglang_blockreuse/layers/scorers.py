@@ -34,6 +34,7 @@ class Shares(NamedTuple):
 
     shares_RQW: Any  # float32 [R, Q', W]
     page_size: int  # tokens of a column where a row scored its history
+    weight: float  # what the queries of a row count for together: their number, unless some stand for others
 
 
 class _Scored(Protocol):
@@ -95,10 +96,10 @@ class Scores:
                 mine = rows._replace(lens_R=np.where(pooled_R, rows.lens_R, 0))
                 stored.score(q_RQC, mine, pool, pooled_R, work_RQW, mix)
             keys.score(_for(self.geometry, q_RQC), layer, q_RQC, rows, pooled_R, work_RQW, mix)
-            return Shares(work_RQW, keys.page_size)
+            return Shares(work_RQW, keys.page_size, _weight(q_RQC, mix))
         work_RQW = self._scratch(q_RQC)
         stored.score(q_RQC, rows, pool, pooled_R, work_RQW, mix)
-        return Shares(work_RQW, 1)
+        return Shares(work_RQW, 1, _weight(q_RQC, mix))
 
     def _stored(self, layer: int, k_SHD: Tensor) -> _Scored:
         copy = self.keys.copies.get(layer) if isinstance(self.keys, IndexKeys) else None
@@ -128,6 +129,11 @@ class Scores:
         num_lists = num_heads if scorer.heads == "kv_head" else 1
         chosen = cpu_route.choose(shares, counting, num_lists, scorer.num_routed_heads)
         return cpu_route.mix(q_RQC, chosen, num_heads, residual=scorer.residual)
+
+
+def _weight(q_RQC: Any, mix: Mix) -> float:
+    """Every row has as many chosen heads, so all rows weigh alike."""
+    return float(mix.weights_RQ[0].sum()) if len(mix.weights_RQ) else float(q_RQC.shape[1])
 
 
 def make_index_keys(

@@ -76,7 +76,7 @@ class ShareState:
 
     def _add(self, layer: int, kind: Kind, table: Table) -> None:
         self._tables[layer, kind] = table
-        self._stamps[layer, kind] = np.full((table.counts.shape[0], len(FIELDS)), _VOID, np.int64)
+        self._stamps[layer, kind] = np.full((len(table.counts), len(FIELDS)), _VOID, np.int64)
 
     @property
     def num_bytes(self) -> int:
@@ -220,9 +220,10 @@ def digest() -> Callable[..., Any]:
         digests = np.empty(requests_R.shape[0], np.int64)
         for r in range(requests_R.shape[0]):
             request = requests_R[r]
-            count = max(0, min(counts[request], positions.shape[2]))
-            total = np.int64(counts[request])
+            total = np.int64(0)
             for x in range(positions.shape[1]):
+                count = max(0, min(counts[request, x], positions.shape[2]))
+                total += np.int64(2 * x + 1) * counts[request, x]
                 for j in range(count):
                     # odd factors: a changed value never vanishes modulo 2 ** 64, nor does an exchange of two
                     factor = np.int64(2 * (x * positions.shape[2] + j) + 3)

@@ -45,6 +45,7 @@ class _Scored(NamedTuple):
     pooled_R: Any
     shares_RQW: Any
     page_size: int
+    weight: float
 
 
 class SparseDecoder:
@@ -164,6 +165,7 @@ class SparseDecoder:
             chosen = list(self.select(layer, step, q, k_SHD))
             if layer.attend == "all":
                 return
+            self._counter.count_lists(self.metrics, chosen)
             self.clock.lap("rest")
             self.attend(chosen, q, keys, values, out_RQD.numpy())
             self.clock.lap("attention")
@@ -260,7 +262,7 @@ class SparseDecoder:
         rows, state, reranks = step.rows, self.state, self.plan.reranks_own_pool
         if layer.pool_readers or reranks or self.extended is not None:
             pool = state.table_to_write(layer, "pool")
-            self._keep(scored, pool, part="compaction")
+            self._rank(scored, pool, "compaction")
             state.seal(layer, "pool")
             if self.extended is not None:
                 state.note_scans(layer, scored.pooled_R)
@@ -274,7 +276,7 @@ class SparseDecoder:
         table, seen_R, age_R = self.state.resume(layer)
         cpu_select.extend(step.rows, table, seen_R, extended)
         pooled_R = (seen_R > 0).astype(np.uint8)
-        lens_R, sizes_R = step.rows.lens_R, extended.counts[step.rows.requests_R]
+        lens_R, sizes_R = step.rows.lens_R, extended.counts[step.rows.requests_R].max(1)
         self.metrics.add("decode_tokens_total", int(lens_R[seen_R == 0].sum()), kind="scanned")
         self.metrics.add("decode_tokens_total", int(sizes_R[seen_R > 0].sum()), kind="reranked")
         self.metrics.add("decode_staleness_total", int(age_R.sum()), axis="steps")
@@ -313,13 +315,20 @@ class SparseDecoder:
         self.clock.lap("rerank" if pooled_R.all() else "scan")
         return _Scored(rows, pool, pooled_R, *shares)
 
-    def _keep(self, scored: _Scored, out: Table, *, part: str = "top_k") -> None:
+    def _keep(self, scored: _Scored, out: Table) -> None:
+        """The indices of every list of `out`."""
+        share, num_lists = self.selection.share, out.positions.shape[1]
+        self._rank(scored, out, "top_k", None if share is None else share * scored.weight / num_lists)
+
+    def _rank(self, scored: _Scored, out: Table, part: str, least: float | None = None) -> None:
         self.clock.lap("rest")
-        rows, pool, pooled_R, shares_RQW, page_size = scored
+        rows, pool, pooled_R, shares_RQW, page_size, _ = scored
         sinks, window = self.selection.sink, self.selection.window
         if self.windows_B is not None:
             window = self.windows_B[rows.requests_R]
-        cpu_select.keep(rows, pool, pooled_R, shares_RQW, sinks, window, out, page_size=page_size)
+        cpu_select.keep(
+            rows, pool, pooled_R, shares_RQW, sinks, window, out, page_size=page_size, least=least
+        )
         self.clock.lap(part)
 
 
@@ -341,8 +350,8 @@ def warm_up(decoder: SparseDecoder, k_pool_SHD: Tensor, num_q_heads: int) -> Non
     # a layer with a copy, and one without that scans for itself
     for layer in {layer.layer: None for layer in (*decoder.plan.layers[:1], *_scoring(decoder.plan)[:1])}:
         for rerank in (False, True):
-            work, page_size = decoder.scores.score(layer, q, tiny, rows, table, none_R, rerank=rerank)
-            cpu_select.keep(rows, table, none_R, work, 0, 1, table, page_size=page_size)
+            scored = decoder.scores.score(layer, q, tiny, rows, table, none_R, rerank=rerank)
+            cpu_select.keep(rows, table, none_R, scored.shares_RQW, 0, 1, table, page_size=scored.page_size)
     keys = as_array(tiny)
     cpu_sparse.attend(decoder.geometry, q, keys, keys, rows, table, np.zeros_like(q))
     if any(layer.attend == "all" and decoder.attends_by_scores(layer) for layer in decoder.plan.layers):

@@ -180,7 +180,7 @@ class TestRowsGrow:
             table, _ = decoder.state.written()[FULL, "pool"]
             scanned = decoder.metrics.counts["decode_tokens_total scanned"]
             for r, request in enumerate(world.requests):
-                pool = table.positions[request, 0, : table.counts[request]]
+                pool = table.positions[request, 0, : table.counts[request, 0]]
                 assert (np.diff(pool) > 0).all()
                 assert pool[-1] == world.lens[r] - 1
         assert scanned == (381 + 231) + 383 + 234 + 386

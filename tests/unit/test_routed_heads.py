@@ -138,7 +138,7 @@ class TestRouter:
         rows = world.decoder().begin(world.batch()).rows
         unused = world.decoder().state.own
         _, table, counting = cpu_route.sample(rows, unused, np.zeros(1, np.uint8), 4, 8)
-        assert table.positions[0, 0, : table.counts[0]].tolist() == at
+        assert table.positions[0, 0, : table.counts[0, 0]].tolist() == at
         assert counting[0, 0].sum() == len(range(4, 692, 16))
 
     def test_it_never_reads_what_no_row_owns(self):

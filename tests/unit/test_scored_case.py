@@ -103,7 +103,7 @@ def _decoded(case, plan, layer, row):
         decoder.begin(batch), layer, q, keys, keys, torch.empty_like(q), scale=case.model.head_dim**-0.5
     )
     table: Table = decoder.state.own
-    return table.positions[0, 0, : table.counts[0]].tolist()
+    return table.positions[0, 0, : table.counts[0, 0]].tolist()
 
 
 class TestDegenerate:

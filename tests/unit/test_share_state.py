@@ -224,7 +224,7 @@ class TestFaults:
     def test_in_a_count(self, layer):
         for change in (-1, 1, 1 << 20, -(1 << 20)):
             state = sealed()
-            source(state, layer)[0].counts[0] += change
+            source(state, layer)[0].counts[0, 1] += change
             self.check(state, layer, "digest")
 
     def test_of_two_rows_exchanged_with_their_stamps(self, layer):

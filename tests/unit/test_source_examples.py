@@ -31,7 +31,7 @@ def compiled_keep(scores, size, pool=None):
     candidates = Table.empty(1, 1, num_positions)
     if pool is not None:
         candidates.positions[0, 0, : len(pool)] = pool
-        candidates.counts[0] = len(pool)
+        candidates.counts[0, 0] = len(pool)
         scores = [scores[p] for p in pool]
     work = np.array(scores, np.float32)[None, None]
     out = Table.empty(1, 1, size)

@@ -184,7 +184,11 @@ def above(
     for r, (length, row_len) in enumerate(zip(lens_R.tolist(), row_lens, strict=True)):
         for x in range(best_RXK.shape[1]):
             best = best_RXK[r, x, : min(cap, length)].long()
-            column = best if positions_RXW is None else torch.searchsorted(positions_RXW[r, x, :length].long(), best)
+            column = (
+                best
+                if positions_RXW is None
+                else torch.searchsorted(positions_RXW[r, x, :length].long(), best)
+            )
             forced = (best < num_sinks) | (best >= row_len - window)
             kept = best[forced | (scores_RXW[r, x, column] > least)]
             kept_RXK[r, x, : kept.numel()] = kept.int()

@@ -44,7 +44,10 @@ SERIES: dict[str, tuple[str, tuple[str, ...]]] = {
         "Seconds of decode steps under a sparse plan, by part and role of the layer; only with layers.timing.",
         ("part", "role"),
     ),
-    "decode_stale_keys_total": ("Index keys found to be of other keys than the pool's, and mended.", ()),
+    "decode_stale_keys_total": (
+        "Index keys and block means found to be of other KV than the pool's, and mended.",
+        (),
+    ),
     "errors_total": ("Requests served without reuse because of an internal error.", ()),
 }
 

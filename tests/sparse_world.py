@@ -10,6 +10,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +22,9 @@ from sglang_blockreuse.kernels import reference_select as law
 from sglang_blockreuse.kernels.cpu_attention import KeyBias
 from sglang_blockreuse.kernels.reference_index import IndexMap, index_codes, index_keys
 from sglang_blockreuse.kernels.reference_pages import page_token_scores
+from sglang_blockreuse.kernels.reference_tail import tail_attention
 from sglang_blockreuse.layers.decode_step import Batch, Step
-from sglang_blockreuse.layers.plan import BoundPlan
+from sglang_blockreuse.layers.plan import TAIL_BLOCK, BoundPlan
 from sglang_blockreuse.layers.plan_loader import LayerPlan
 from sglang_blockreuse.layers.plan_schema import read_spec
 from sglang_blockreuse.layers.sparse_decode import SparseDecoder
@@ -40,7 +42,9 @@ def make_plan(
     folder: Path | None = None,
     attend_all: Sequence[int] = (),
     key_from: dict[int, int] | None = None,
-    **selection: float,
+    kv_from: dict[int, int] | None = None,
+    tails: dict[int, str] | None = None,
+    **selection: Any,
 ) -> BoundPlan:
     """A plan from one letter per layer; X takes the pool of the latest F, R the indices of the latest F or X."""
     entries, full, indices = [], None, None
@@ -50,6 +54,10 @@ def make_plan(
             entry["attend"] = "all"
         if layer in (key_from or {}):
             entry["key_from"] = key_from[layer]
+        if layer in (kv_from or {}):
+            entry["kv_from"] = kv_from[layer]
+        if layer in (tails or {}):
+            entry["tail"] = tails[layer]
         if letter in "XR":
             entry["anchor"] = full if letter == "X" else indices
         full = layer if letter == "F" else full
@@ -130,7 +138,16 @@ class World:
         if bound.role == "dense" or bound.attend == "all":
             return self.dense(layer)
         positions, counts = self.indices(layer)
+        if bound.tail == "block_mean":
+            return self.with_tail(layer, positions, counts)
         return self.attention(layer, positions, counts)
+
+    def with_tail(self, layer: int, positions_RXK: Tensor, counts_R: Tensor) -> Tensor:
+        """float64 attention of every row over its listed positions and the means of the others."""
+        q, k, v = self.q[layer].double(), self.k[layer].double(), self.v[layer].double()
+        counts_RX = counts_R.view(len(self.lens), -1).expand(-1, positions_RXK.shape[1])
+        words = {"block_size": TAIL_BLOCK, "scale": SCALE, **self._bias_words()}
+        return tail_attention(q, k, v, positions_RXK, counts_RX, *self._history(), **words)
 
     def dense(self, layer: int) -> Tensor:
         positions = [torch.arange(n).expand(1, -1) for n in self.lens]
@@ -146,7 +163,9 @@ class World:
         out_RQD = torch.empty(self.q[layer].shape, dtype=torch.float64)
         for (r, request), x in itertools.product(enumerate(self.requests), range(num_lists)):
             slots = self.table[request][positions_RXK[r, x, : counts_RX[r, x]].long()]
-            heads, queries = (slice(x, x + 1), slice(x * G, x * G + G)) if num_lists > 1 else (slice(None),) * 2
+            heads, queries = (
+                (slice(x, x + 1), slice(x * G, x * G + G)) if num_lists > 1 else (slice(None),) * 2
+            )
             out_RQD[r, queries] = reference.decode_attention(
                 self.q[layer][r : r + 1, queries].double(),
                 self.k[layer][:, heads].double(),
@@ -180,7 +199,10 @@ class World:
         else:
             words = {"pool_RXM": pool, "pool_lens_R": counts, **self._words(lists)}
             scores = law.pooled_scores(*self._scored(layer, heads), *self._history(), **words)
-        inside = {"positions_RXW": pool.expand(-1, scores.shape[1], -1), "row_lens_R": torch.tensor(self.lens)}
+        inside = {
+            "positions_RXW": pool.expand(-1, scores.shape[1], -1),
+            "row_lens_R": torch.tensor(self.lens),
+        }
         return self._kept(scores, counts, k, heads, self.plan.selection.share, **inside)
 
     def _kept(

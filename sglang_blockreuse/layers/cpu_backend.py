@@ -221,6 +221,8 @@ def _sparse_decoder(runner: Any, plan: BoundPlan | None, timing: bool) -> Sparse
     )
     if decoder.keys is not None:
         logger.info("blockreuse: index keys take %.1f MB beside the pool", decoder.keys.num_bytes / 1e6)
+    if decoder.tails is not None:
+        logger.info("blockreuse: block means take %.1f MB beside the pool", decoder.tails.num_bytes / 1e6)
     warm_up(decoder, keys, layer.tp_q_head_num)
     return decoder
 

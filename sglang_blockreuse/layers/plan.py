@@ -22,6 +22,7 @@ from msgspec import UNSET, Meta, Struct
 
 Role = Literal["dense", "full", "reindex", "reuse"]
 Attend = Literal["selected", "all"]
+Tail = Literal["none", "block_mean"]
 Prefill = Literal["dense", "sparse"]
 ScorerKind = Literal["exact_qk", "int4_keys", "label_channels", "page_minmax", "learned", "model_indexer"]
 ListHeads = Literal["layer", "kv_head"]
@@ -31,6 +32,9 @@ Share = Annotated[float, Meta(gt=0, lt=1)]
 Count = Annotated[int, Meta(ge=1)]
 Size = Annotated[int, Meta(ge=0)]
 LayerId = Annotated[int, Meta(ge=0)]
+
+
+TAIL_BLOCK = 64  # consecutive positions for which one pseudo-key stands
 
 
 class PlanError(ValueError):
@@ -86,6 +90,9 @@ class Selection(_Strict):
     sink: Size = 4  # leading positions of the sequence that are always in T
     window: Size = 64  # newest positions that are always in T
     min_seq_len: Size = 0  # rows shorter than this run dense
+    # what stands for positions that a list leaves out, in layers that say nothing else; block_mean: one pseudo-key
+    # for those of every TAIL_BLOCK positions, with the mean of their keys and of their values
+    tail: Tail = "none"
     # steps from one scan of a full layer to the next; between, its last pool grows along
     refresh_every: Count = 1
 
@@ -146,6 +153,7 @@ class LayerEntry(_Strict):
     key_from: LayerId | None = None  # layer whose indexer keys are scored
     attend: Attend = "selected"  # full only; all = attends densely and still writes T (an oracle layer)
     own_window: Size = 0  # with kv_from: newest tokens whose own KV is kept and read besides
+    tail: Tail | None = None  # where a list is attended to; as selection.tail when absent
 
 
 class PlanSpec(_Strict):
@@ -173,14 +181,15 @@ class BoundLayer(Struct, frozen=True, kw_only=True):
     key_from: int | None = None
     attend: Attend = "selected"
     own_window: int = 0
+    tail: Tail = "none"
     pool_readers: tuple[int, ...] = ()
     index_readers: tuple[int, ...] = ()
 
     @classmethod
-    def from_entry(cls, layer: int, entry: LayerEntry) -> Self:
+    def from_entry(cls, layer: int, entry: LayerEntry, selection: Selection | None) -> Self:
         """The layer as its entry says it; readers are filled in once all layers are known."""
         words = {field: getattr(entry, field) for field in entry.__struct_fields__ if field != "layers"}
-        return cls(layer=layer, **words)
+        return cls(layer=layer, **{**words, "tail": entry_tail(entry, selection)})
 
     @property
     def scores(self) -> bool:
@@ -260,6 +269,13 @@ class BoundPlan(Struct, frozen=True, kw_only=True):
         return selection is not None and selection.pool_size is not None and self.scorer.reranks_own_pool
 
     @property
+    def tail_layers(self) -> dict[int, int]:
+        """For each layer with a tail the first one that reads the same main KV: they have one copy of its means."""
+        first: dict[int, int] = {}
+        tailed = [at.layer for at in self.layers if at.tail != "none"]
+        return {at: first.setdefault(self.kv_layers[at], at) for at in tailed}
+
+    @property
     def scanned_layers(self) -> frozenset[int]:
         """The layers whose keys are scanned over the whole history, one of those that read the same main KV."""
         return frozenset(self.key_layers[layer.layer] for layer in self.layers if layer.role == "full")
@@ -268,6 +284,13 @@ class BoundPlan(Struct, frozen=True, kw_only=True):
         """Whether a row with `seq_len` visible tokens reads everything anyway."""
         selection = self.selection
         return selection is None or seq_len < selection.min_seq_len or seq_len <= selection.final_k
+
+
+def entry_tail(entry: LayerEntry, selection: Selection | None) -> Tail:
+    """The tail of an entry's layers: none where they attend to everything."""
+    if selection is None or entry.role == "dense" or entry.attend == "all":
+        return "none"
+    return entry.tail or selection.tail
 
 
 def entry_fields(record: type[Struct]) -> tuple[str, ...]:

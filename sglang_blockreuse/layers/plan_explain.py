@@ -2,7 +2,7 @@
 
 Bytes are those a perfect kernel must fetch from memory, per step and summed over the batch:
 
-    main     K and V that attention reads
+    main     K and V that attention reads, and the block means of its tail
     scan     index keys a full layer scores over the whole history
     rerank   index keys scored inside the pool
     index    int32 positions written and read: T and Ω
@@ -11,8 +11,8 @@ Bytes are those a perfect kernel must fetch from memory, per step and summed ove
 ranks a pool after a scan of pages. Scoring with fewer heads saves arithmetic, not bytes; routed heads first read a
 sample of what the pass scores. Weights and activations are left out: no plan changes them.
 
-Lists of a threshold (`selection.share`) are as long as texts make them: what they hold is given as `listed`, as calibration
-measures it. Without it they count as full, which is the most that such a plan reads.
+Lists of a threshold (`selection.share`) are as long as texts make them: what they hold is given as `listed`, as
+calibration measures it. Without it they count as full, which is the most that such a plan reads.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from sglang_blockreuse.layers.plan import BoundLayer, BoundPlan, Prefill, Scorer
+from sglang_blockreuse.layers.plan import TAIL_BLOCK, BoundLayer, BoundPlan, Prefill, Scorer
 
 _POSITION_BYTES, _FLAG_BYTES = 4, 1
 # a token of a page: when its slot was written, and its slot; a page: when its bounds were read, and its tag
 _PAGE_TOKEN_BYTES, _PAGE_ENTRY_BYTES = 12, 9
+# a block of the tail: when its means were taken, its weight, and of how many keys they are
+_BLOCK_ENTRY_BYTES = 16
 ROUTE_STRIDE = 16  # that of kernels/reference_route.py, which imports torch
 # int4 copies carry a float16 step and a float16 minimum for each half of the channels
 _INT4_RANGE_BYTES = 8
@@ -109,7 +111,8 @@ class Explanation(Struct, frozen=True, kw_only=True):
     dense_bytes: float
     kv_bytes_per_token: float  # resident K and V of one token, of all layers that keep their own
     shared_layers: tuple[int, ...]  # that read another layer's KV and keep none
-    copy_bytes_per_token: float  # resident index keys beside them
+    copies: str  # what is kept beside them
+    copy_bytes_per_token: float
 
     @property
     def total_bytes(self) -> float:
@@ -152,7 +155,7 @@ class Explanation(Struct, frozen=True, kw_only=True):
         if self.copy_bytes_per_token:
             share = self.copy_bytes_per_token / self.kv_bytes_per_token
             yield (
-                f"index keys keep {self.copy_bytes_per_token:,.0f} bytes per token beside "
+                f"{self.copies} keep {self.copy_bytes_per_token:,.0f} bytes per token beside "
                 f"{self.kv_bytes_per_token:,.0f} of KV ({share:.1%})"
             )
 
@@ -182,7 +185,12 @@ class Explanation(Struct, frozen=True, kw_only=True):
 
 
 def explain(
-    plan: BoundPlan, shape: KVShape, *, num_tokens: int, batch: int, listed: Sequence[float] | float | None = None
+    plan: BoundPlan,
+    shape: KVShape,
+    *,
+    num_tokens: int,
+    batch: int,
+    listed: Sequence[float] | float | None = None,
 ) -> Explanation:
     """Roofline bytes of one decode step of `batch` rows with `num_tokens` of history each.
 
@@ -205,13 +213,27 @@ def explain(
         dense_bytes=float(batch * plan.num_layers * num_tokens * 2 * shape.key_bytes),
         kv_bytes_per_token=float(2 * len(set(plan.kv_layers)) * shape.key_bytes),
         shared_layers=plan.shared_layers,
+        copies=_copies(plan),
         copy_bytes_per_token=_copy_bytes(plan, shape),
     )
 
 
+def _copies(plan: BoundPlan) -> str:
+    scored = ["index keys"] if plan.scorer.kind not in ("exact_qk", "model_indexer") else []
+    return " and ".join([*scored, *(["block means"] if plan.tail_layers else [])])
+
+
 def _copy_bytes(plan: BoundPlan, shape: KVShape) -> float:
-    """What the scorer keeps per token beside the keys: a copy per scoring layer and a flag for all of them, or the
-    bounds of a page per scanned layer and what tells whether they hold."""
+    """What is kept per token beside the KV: for the scorer a copy per scoring layer and a flag for all of them, or the
+    bounds of a page per scanned layer and what tells whether they hold; for the tail the means of blocks likewise."""
+    num_means = len(set(plan.tail_layers.values()))
+    means = num_means * 2 * shape.key_bytes / TAIL_BLOCK
+    if num_means:
+        means += _PAGE_TOKEN_BYTES + _FLAG_BYTES + _BLOCK_ENTRY_BYTES / TAIL_BLOCK
+    return means + _scorer_bytes(plan, shape)
+
+
+def _scorer_bytes(plan: BoundPlan, shape: KVShape) -> float:
     if plan.scorer.kind in ("exact_qk", "model_indexer"):
         return 0.0  # nothing, or what the model keeps anyway
     if plan.scorer.kind == "page_minmax":
@@ -287,7 +309,11 @@ class _Step:
             return 2 * key * self.num_tokens
         own_window = 2 * key * min(layer.own_window, self.num_tokens)
         keys_were_scored = self._scores_keys(layer) and not self.plan.scores_foreign_keys(layer)
-        return (1 if keys_were_scored else 2) * key * self.listed[layer.layer] + own_window
+        tail = 0
+        if layer.tail != "none":
+            tail = 2 * key * (self.num_tokens // TAIL_BLOCK)
+            keys_were_scored = False  # what is listed is taken out of the means
+        return (1 if keys_were_scored else 2) * key * self.listed[layer.layer] + own_window + tail
 
     def _scan(self, layer: BoundLayer) -> float:
         if layer.role != "full":

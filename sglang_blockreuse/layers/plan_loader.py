@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import yaml
 
-from sglang_blockreuse.layers.plan import BoundLayer, BoundPlan, LayerEntry, PlanError, PlanSpec
+from sglang_blockreuse.layers.plan import BoundLayer, BoundPlan, LayerEntry, PlanError, PlanSpec, entry_tail
 from sglang_blockreuse.layers.plan_rules import resolve, span
 from sglang_blockreuse.layers.plan_schema import read_spec
 
@@ -150,6 +150,8 @@ def _canonical(spec: PlanSpec) -> dict[str, Any]:
         scorer.pop("weights", None)  # its digest says what is in it
         if spec.scorer.lends == spec.scorer.heads:
             scorer.pop("lend_heads", None)
+    # layers say it one by one
+    content.get("selection", {}).pop("tail", None)
     kept = {key: content[key] for key in ("model", "selection", "scorer", "prefill") if content.get(key)}
     return {**kept, "layers": list(_merged(spec))}
 
@@ -161,12 +163,12 @@ def _merged(spec: PlanSpec) -> Iterator[dict[str, Any]]:
     for entry in spec.layers:
         bounds = span(entry) or ((0, count - 1) if count else None)
         if bounds is None:
-            yield {"layers": "all", **_words(entry)}
+            yield {"layers": "all", **_words(entry, spec)}
             return
         spans.append((*bounds, entry))
     joined: list[tuple[int, int, dict[str, Any]]] = []
     for first, last, entry in sorted(spans, key=lambda item: item[0]):
-        words = _words(entry)
+        words = _words(entry, spec)
         if joined and joined[-1][2] == words:
             first = joined.pop()[0]
         joined.append((first, last, words))
@@ -174,9 +176,12 @@ def _merged(spec: PlanSpec) -> Iterator[dict[str, Any]]:
         yield {"layers": first if first == last else f"{first}-{last}", **words}
 
 
-def _words(entry: LayerEntry) -> dict[str, Any]:
+def _words(entry: LayerEntry, spec: PlanSpec) -> dict[str, Any]:
     words: dict[str, Any] = msgspec.to_builtins(entry)
     del words["layers"]
+    words.pop("tail", None)
+    if (tail := entry_tail(entry, spec.selection)) != "none":
+        words["tail"] = tail
     return words
 
 

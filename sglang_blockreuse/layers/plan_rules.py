@@ -29,7 +29,8 @@ def resolve(spec: PlanSpec, source: str, num_layers: int | None) -> tuple[BoundL
     _check_scorer(spec, source)
     owner = _expand(spec, source, num_layers)
     _check_prefill(spec, source)
-    layers = tuple(BoundLayer.from_entry(i, spec.layers[owner[i]]) for i in range(len(owner)))
+    layers = tuple(BoundLayer.from_entry(i, spec.layers[owner[i]], spec.selection) for i in range(len(owner)))
+    _check_tails(spec, source)
     _check_first_sparse(layers, owner, source)
     for layer in layers:
         _LayerCheck(spec, source, layers, owner, layer).run()
@@ -167,6 +168,13 @@ def _check_prefill(spec: PlanSpec, source: str) -> None:
     if spec.prefill == "sparse" and all(entry.role == "dense" for entry in spec.layers):
         rule = "every layer is dense, so repair has nothing to select from"
         raise PlanError(source, "prefill", spec.prefill, rule, "Remove it, or give a layer the role full")
+
+
+def _check_tails(spec: PlanSpec, source: str) -> None:
+    for i, entry in enumerate(spec.layers):
+        if entry.tail == "block_mean" and (entry.role == "dense" or entry.attend == "all"):
+            rule = "its layers attend to everything, so nothing is left for a tail"
+            raise PlanError(source, f"layers[{i}].tail", entry.tail, rule, "Remove it")
 
 
 def _check_first_sparse(layers: tuple[BoundLayer, ...], owner: list[int], source: str) -> None:

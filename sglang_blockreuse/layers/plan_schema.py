@@ -32,6 +32,7 @@ _WORDS: dict[str, tuple[object, ...]] = {
     "version": (1,),
     "role": get_args(plan.Role),
     "attend": get_args(plan.Attend),
+    "tail": get_args(plan.Tail),
     "prefill": get_args(plan.Prefill),
     "kind": get_args(plan.ScorerKind),
     "heads": get_args(plan.ListHeads),

@@ -42,6 +42,8 @@ def unsupported_repair(plan: BoundPlan) -> Iterator[str]:
     """What in a plan sparse repair does not compute."""
     if plan.scorer.kind == "page_minmax":
         yield "prefill: sparse is not served with scorer page_minmax: pages belong to rows, and repair tokens share one"
+    if plan.tail_layers:
+        yield "prefill: sparse is not served with a tail: its blocks belong to rows, and repair tokens share one"
     if any(layer.kv_from is not None for layer in plan.layers):
         yield "prefill: sparse is not served together with kv_from"
 

@@ -28,6 +28,7 @@ from ..kernels.cpu_attention import Workspace, run_attention
 from ..kernels.cpu_numba import as_array
 from ..kernels.cpu_select import Geometry, Rows, Table
 from ..metrics import Metrics
+from .block_means import BlockMeans
 from .decode_counts import StepCounter
 from .decode_step import NO_BIAS, NO_TAGS, Batch, DenseRows, SparseRows, Step, subset
 from .plan import BoundLayer, BoundPlan
@@ -83,6 +84,9 @@ class SparseDecoder:
         self.metrics = metrics or Metrics()
         self.keys = make_index_keys(plan, k_pool_SHD, num_q_heads, model_identity, strict=strict)
         self.scores = Scores(plan, self.geometry, self.keys)
+        self.tails: BlockMeans | None = None
+        if plan.tail_layers:
+            self.tails = BlockMeans(plan, self.geometry, len(k_pool_SHD), strict=strict)
         self.workspace = Workspace()
         self.clock: StepClock = RunningClock() if timing else StepClock()
         # a full layer's last pool and what came since, where it is not scanned
@@ -111,12 +115,16 @@ class SparseDecoder:
         self.scores.begin(len(step.sparse), int(step.rows.lens_R.max()))
         if self.keys is not None:
             self.keys.begin(step.rows)
+        if self.tails is not None:
+            self.tails.begin(step.rows)
         return step
 
     def written(self, slots_T: Tensor) -> None:
         """KV of these slots is about to be written, in every layer."""
         if self.keys is not None:
             self.keys.written(slots_T)
+        if self.tails is not None:
+            self.tails.written(slots_T)
 
     def run(
         self,
@@ -158,6 +166,7 @@ class SparseDecoder:
         q_RQD = q_TQD[:num_tokens] if step.all_sparse else q_TQD[step.sparse_R]
         q, keys, values = (q_RQD.float() * scale).numpy(), as_array(k_SHD), as_array(v_SHD)
         self.refresh_keys(layer, k_SHD)
+        self._refresh_tails(layer, k_SHD, v_SHD)
         out_RQD = torch.empty(q_RQD.shape, dtype=torch.float32)
         if by_shares:
             self._oracle(layer, step, q, k_SHD, values, out_RQD.numpy())
@@ -167,7 +176,7 @@ class SparseDecoder:
                 return
             self._counter.count_lists(self.metrics, chosen)
             self.clock.lap("rest")
-            self.attend(chosen, q, keys, values, out_RQD.numpy())
+            self.attend(layer, chosen, q, keys, values, out_RQD.numpy())
             self.clock.lap("attention")
         if step.all_sparse:
             out_TQD[:num_tokens] = out_RQD
@@ -194,18 +203,41 @@ class SparseDecoder:
         if num_stale:
             self.metrics.add("decode_stale_keys_total", num_stale)
 
+    def _refresh_tails(self, layer: BoundLayer, k_SHD: Tensor, v_SHD: Tensor) -> None:
+        if self.tails is None or layer.layer not in self.tails.layers:
+            return
+        num_stale = self.tails.refresh(layer.layer, k_SHD, v_SHD)
+        self.clock.lap("copy")
+        if num_stale:
+            self.metrics.add("decode_stale_keys_total", num_stale)
+
     def attend(
-        self, chosen: Sequence[tuple[Any, Rows, Table]], q: Any, keys: Any, values: Any, out: Any
+        self,
+        layer: BoundLayer,
+        chosen: Sequence[tuple[Any, Rows, Table]],
+        q: Any,
+        keys: Any,
+        values: Any,
+        out: Any,
     ) -> None:
         """Attention of float32 queries, which carry the scale, over what `select` gave, into `out`."""
         if len(chosen) == 1:
             _, rows, table = chosen[0]
-            cpu_sparse.attend(self.geometry, q, keys, values, rows, table, out)
+            self._attend(layer, q, keys, values, rows, table, out)
             return
         for which, rows, table in chosen:
             part = np.empty((len(which), *q.shape[1:]), np.float32)
-            cpu_sparse.attend(self.geometry, q[which], keys, values, rows, table, part)
+            self._attend(layer, q[which], keys, values, rows, table, part)
             out[which] = part
+
+    def _attend(
+        self, layer: BoundLayer, q: Any, keys: Any, values: Any, rows: Rows, table: Table, out: Any
+    ) -> None:
+        if layer.tail == "none":
+            cpu_sparse.attend(self.geometry, q, keys, values, rows, table, out)
+            return
+        assert self.tails is not None
+        self.tails.attend(layer.layer, q, keys, values, rows, table, out)
 
     # -- roles -------------------------------------------------------------------------------
 
@@ -354,6 +386,11 @@ def warm_up(decoder: SparseDecoder, k_pool_SHD: Tensor, num_q_heads: int) -> Non
             cpu_select.keep(rows, table, none_R, scored.shares_RQW, 0, 1, table, page_size=scored.page_size)
     keys = as_array(tiny)
     cpu_sparse.attend(decoder.geometry, q, keys, keys, rows, table, np.zeros_like(q))
+    if (tails := decoder.tails) is not None:
+        tails.begin(rows)
+        layer_id = next(iter(tails.layers))
+        tails.refresh(layer_id, tiny, tiny)
+        tails.attend(layer_id, q, keys, keys, rows, table, np.zeros_like(q))
     if any(layer.attend == "all" and decoder.attends_by_scores(layer) for layer in decoder.plan.layers):
         shares_RQW = np.zeros((1, num_q_heads, 1), np.float32)
         cpu_sparse.attend_shares(decoder.geometry, shares_RQW, keys, rows, np.zeros_like(q))

@@ -112,7 +112,7 @@ class SparseRepair:
         if layer.attend == "all":
             return
         out_RQD = torch.empty(q.shape, dtype=torch.float32)
-        roles.attend(chosen, q, as_array(k_SHD), as_array(v_SHD), out_RQD.numpy())
+        roles.attend(layer, chosen, q, as_array(k_SHD), as_array(v_SHD), out_RQD.numpy())
         out_TQD[piece.tokens_R] = out_RQD.to(out_TQD.dtype)
 
 

@@ -48,7 +48,7 @@ def register():
         "sglang_blockreuse.layers.sparse_repair.SparseRepair._short", nobody, HookType.AROUND
     )
     HookRegistry.register("sglang_blockreuse.blocks.step.repair_mask", dense_repair, HookType.AROUND)
-    for store in ("index_keys.IndexKeys", "page_index.PageIndex"):
+    for store in ("index_keys.IndexKeys", "page_index.PageIndex", "block_means.BlockMeans"):
         HookRegistry.register(f"sglang_blockreuse.layers.{store}.written", mute, HookType.AROUND)
         HookRegistry.register(f"sglang_blockreuse.layers.{store}.begin", audit, HookType.BEFORE)
 

@@ -89,7 +89,7 @@ class TestEvaluator:
         keys_HJD = case._keys[0].clone()
         logits = case._grouped(q_QRD) @ keys_HJD.transpose(1, 2) * model.head_dim**-0.5
         logits_QRJ = logits.view(model.num_q_heads, case.num_rows, -1).masked_fill(case.future, -torch.inf)
-        found_QRK = case._indices(plan.layers[0], plan, logits_QRJ, {})
+        found_QRK = case._indices(plan.layers[0], plan, logits_QRJ, {}).at
         expected, _ = reference_select.scan(
             q_QRD.transpose(0, 1).double(),
             keys_HJD.transpose(0, 1).double(),
@@ -320,10 +320,11 @@ def test_the_interval_is_that_of_the_mean():
 
 def test_figures_weigh_rows_alike():
     one, two = (
-        Figures(torch.full((n,), x), torch.zeros(n), torch.ones(n, dtype=torch.bool))
+        Figures(torch.full((n,), x), torch.zeros(n), torch.ones(n, dtype=torch.bool), torch.full((n, 1), x))
         for n, x in ((1, 4.0), (3, 0.0))
     )
     assert Figures.joined([one, two]).kl == 1.0
+    assert Figures.joined([one, two]).listed_L == [1.0]
 
 
 def test_calibrate_writes_a_plan_that_loads_and_a_report(model_path, tmp_path, capsys):

@@ -164,7 +164,7 @@ class TestRowsGrow:
         assert computed[0] == 7
         assert set(computed[1:]) == {1}
         world.run_all(decoder)
-        assert len(decoder.keys._absent_C) == 1
+        assert len(decoder.keys._wanted.absent_C) == 1
 
     def test_refreshes_rank_the_last_pool_by_the_keys(self):
         """Rows of one batch, some of which scan pages and some of which extend their pool."""
@@ -266,7 +266,7 @@ class TestStaleBounds:
             world, decoder = self.decoded()
             table = decoder.keys._table_BN
             a, b = (int(table[world.requests[r], 1]) for r in (0, 2))
-            spoil(decoder.keys._bounds[FULL], a, b)
+            spoil(decoder.keys._stored[FULL], a, b)
             with pytest.raises(StaleShareState, match="layer 1"):
                 world.run_all(decoder)
 
@@ -278,7 +278,7 @@ class TestStaleBounds:
             world.run(decoder, step, layer)
         agrees(world, decoder)
         decoder.begin(world.batch())
-        assert len(decoder.keys._absent_C) == sum(n % 16 > 0 for n in LENS)
+        assert len(decoder.keys._wanted.absent_C) == sum(n % 16 > 0 for n in LENS)
 
     def test_rows_that_share_slots_hold_pages_of_their_own(self):
         """A shared prefix, with a page that is shared in part; the arena grows past one page per slot."""
@@ -296,8 +296,8 @@ class TestStaleBounds:
         size = len(index._free)
         del index._free[45:]  # fewer than the rows need
         index._arena = type(index._arena)(*(part[:45] for part in index._arena))
-        for layer, bounds in index._bounds.items():
-            index._bounds[layer] = bounds[:45]
+        for layer, bounds in index._stored.items():
+            index._stored[layer] = bounds[:45]
         index._free = list(range(45))
         agrees(world, decoder)
         for r in range(len(LENS)):

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
+from case_twin import decoded, listed
 from msgspec.structs import replace
 
-from sglang_blockreuse.kernels.cpu_select import Table
 from sglang_blockreuse.layers.calibration.case import Case, evaluate
 from sglang_blockreuse.layers.calibration.judge import described
 from sglang_blockreuse.layers.calibration.llama import Llama
 from sglang_blockreuse.layers.calibration.pattern import bound_of
 from sglang_blockreuse.layers.calibration.scored_case import ScoredCase
 from sglang_blockreuse.layers.calibration.texts import Texts
-from sglang_blockreuse.layers.decode_step import Batch
 from sglang_blockreuse.layers.plan import Scorer, Selection
-from sglang_blockreuse.layers.sparse_decode import SparseDecoder
 
 SMALL = Selection(final_k=48, pool_size=96, sink=4, window=16)
 OWN = Selection(final_k=48, sink=4, window=16)
@@ -85,25 +82,9 @@ class TestEveryScorer:
         plan = plan_of(FULL, selection, scorer)
         _, trace = case.log_probs(plan)
         for layer in (0, 11):
-            expected = trace.chosen[layer + 1][layer, "indices"][row].tolist()
+            expected = listed(trace.chosen[layer + 1][layer, "indices"], row)
             case._layer(layer, trace.hidden[layer], plan, {}, None)  # leaves the layer's queries behind
-            assert _decoded(case, plan, layer, row) == sorted(expected)
-
-
-def _decoded(case, plan, layer, row):
-    """Positions that sparse decode chooses for one row of a case, whose keys stand in a pool in another order."""
-    length = case.num_tokens + row + 1
-    slots = torch.randperm(length + 5)[:length].int()
-    keys = torch.full((length + 5, *case._keys[layer].transpose(0, 1).shape[1:]), torch.nan)
-    keys[slots.long()] = case._keys[layer].transpose(0, 1)[:length]
-    q = case._queries.last_QRD[:, row : row + 1].transpose(0, 1).contiguous()
-    decoder = SparseDecoder(plan, num_requests=1, num_q_heads=q.shape[1], k_pools=[keys] * 30)
-    batch = Batch(slots[None], [0], [length], np.array([7]), np.zeros(1, np.uint8), None)
-    decoder.run(
-        decoder.begin(batch), layer, q, keys, keys, torch.empty_like(q), scale=case.model.head_dim**-0.5
-    )
-    table: Table = decoder.state.own
-    return table.positions[0, 0, : table.counts[0, 0]].tolist()
+            assert decoded(case, plan, layer, row) == [expected]
 
 
 class TestDegenerate:
@@ -140,13 +121,20 @@ class TestDegenerate:
 
 def test_what_it_cannot_judge_is_refused_by_name(case):
     for scorer, reason in (
-        (Scorer(heads="kv_head"), "give heads layer"),
+        (
+            Scorer(kind="learned", heads="kv_head", weights="w", weights_sha256="0"),
+            "learned with heads layer",
+        ),
         (Scorer(kind="model_indexer"), "is not evaluated"),
         (Scorer(kind="learned"), "needs the weights None"),
-        (replace(FOUR, num_routed_heads=10), "the model has 9 query heads"),
+        (replace(FOUR, num_routed_heads=10), "the model has 9 query heads for a list"),
+        (replace(FOUR, heads="kv_head", lend_heads="layer"), "the model has 3 query heads for a list"),
     ):
         with pytest.raises(ValueError, match=reason):
             evaluate([case], plan_of(FULL, SMALL, scorer))
+    for kind in ("exact_qk", "int4_keys"):
+        with pytest.raises(ValueError, match="give lend_heads layer"):
+            evaluate([case], plan_of(MIXED, SMALL, Scorer(kind=kind, heads="kv_head")))
 
 
 def test_a_report_says_which_scorer_was_judged():
@@ -156,3 +144,9 @@ def test_a_report_says_which_scorer_was_judged():
     assert described(plan_of(FULL, replace(SMALL, refresh_every=8), routed)) == (
         "int4_keys, scan by 4 routed heads and their residual, rerank by all heads, every 8 steps"
     )
+    own = plan_of(
+        FULL,
+        replace(OWN, share=0.0005),
+        Scorer(kind="int4_keys", heads="kv_head", lend_heads="layer"),
+    )
+    assert described(own) == "int4_keys, lists per KV head, one lent for all, shares above 0.0005"

@@ -12,14 +12,19 @@ makes of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..plan import BoundLayer, BoundPlan, Selection
+from .lists import Lists, least, listed
 from .llama import Llama
+from .tail import with_tail
 
+# what layers lend: pools int64 [R, M], indices
+Chosen = dict[tuple[int, str], Any]
 # scores of a layer: (layer, share of the softmax mass [Q, R, J], its sum over heads [R, J])
 Watch = Callable[[int, Tensor, Tensor], None]
 
@@ -31,12 +36,17 @@ class Figures:
     kl_R: Tensor  # to dense decode, nats
     nll_R: Tensor  # over that of dense decode, nats
     agrees_R: Tensor  # bool, the same most likely token as dense decode
+    listed_RL: Tensor  # positions of a layer's lists, the mean of the case; 0 where a layer selects nothing
 
     @classmethod
     def joined(cls, parts: Sequence[Figures]) -> Figures:
-        return cls(
-            *(torch.cat([getattr(part, name) for part in parts]) for name in ("kl_R", "nll_R", "agrees_R"))
-        )
+        names = (field.name for field in fields(cls))
+        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+
+    @property
+    def listed_L(self) -> list[float]:
+        """Positions of each layer's lists, on average."""
+        return [float(mean) for mean in self.listed_RL.mean(0)]
 
     @property
     def kl(self) -> float:
@@ -60,7 +70,7 @@ class Trace:
     """What each layer of a pass began with, so that a plan that differs from layer l on need not start before."""
 
     hidden: list[Tensor]
-    chosen: list[dict[tuple[int, str], Tensor]]  # what earlier layers lend
+    chosen: list[Chosen]  # what earlier layers lend
 
 
 class Case:
@@ -83,6 +93,7 @@ class Case:
         self._keys, self._values = model.prefill(self._context, num_rows)
         keys = torch.arange(self.num_tokens + num_rows)
         self.future = keys > self._positions[:, None]  # bool [R, J], keys that a row does not see
+        self._listed_L = torch.zeros(model.num_layers)  # mean lengths of the lists of the last pass
         self.dense, _ = self.log_probs(None)
 
     def check(self, plan: BoundPlan) -> None:
@@ -103,6 +114,7 @@ class Case:
             kl_R=(dense.exp() * (dense - log_probs)).sum(-1).clamp_min(0),
             nll_R=(dense - log_probs).gather(1, at)[:, 0],
             agrees_R=dense.argmax(-1) == log_probs.argmax(-1),
+            listed_RL=self._listed_L.expand(self.num_rows, -1).clone(),
         )
 
     def _enter(self, plan: BoundPlan | None) -> None:
@@ -126,7 +138,7 @@ class Case:
         """
         self._enter(plan)
         model, new = self.model, Trace([], [])
-        hidden, chosen = model.embed(self._rows), dict[tuple[int, str], Tensor]()
+        hidden, chosen = model.embed(self._rows), Chosen()
         if since and trace is not None:
             hidden, chosen = trace.hidden[since], dict(trace.chosen[since])
             new = Trace(trace.hidden[:since], trace.chosen[:since])
@@ -142,7 +154,7 @@ class Case:
         `dense` is the trace of the plan's baseline. The rows' KV is left as this pass wrote it.
         """
         self._enter(baseline_of(plan))
-        chosen: dict[tuple[int, str], Tensor] = {}
+        chosen: Chosen = {}
         lenders: list[int] = []
         bound = plan.layers[layer]
         while bound.anchor is not None:
@@ -157,7 +169,7 @@ class Case:
         layer: int,
         hidden: Tensor,
         plan: BoundPlan | None,
-        chosen: dict[tuple[int, str], Tensor],
+        chosen: Chosen,
         watch: Watch | None,
     ) -> Tensor:
         model = self.model
@@ -174,13 +186,16 @@ class Case:
             shares = logits_QRJ.softmax(-1)
             watch(layer, shares, shares.sum(0))
         bound = plan.layers[layer] if plan is not None else None
+        self._listed_L[layer] = 0
         if plan is not None and bound is not None and bound.role != "dense":
-            indices = self._indices(bound, plan, logits_QRJ, chosen)
+            lists = self._indices(bound, plan, logits_QRJ, chosen)
             if bound.attend == "selected":
-                weights = torch.zeros_like(logits_QRJ)
-                at = indices.expand(model.num_q_heads, -1, -1)
-                weights.scatter_(-1, at, logits_QRJ.gather(-1, at).softmax(-1))
-                return self._finish(layer, hidden, weights, values)
+                self._listed_L[layer] = lists.mean_len
+                if bound.tail != "none":
+                    scale = model.head_dim**-0.5
+                    out_QRD = with_tail(q, keys, values, logits_QRJ, lists, scale)
+                    return model.finish(layer, hidden, out_QRD)
+                return self._finish(layer, hidden, lists.weights(logits_QRJ), values)
         return self._finish(layer, hidden, logits_QRJ.softmax(-1), values)
 
     def _finish(self, layer: int, hidden: Tensor, weights_QRJ: Tensor, values: Tensor) -> Tensor:
@@ -196,25 +211,27 @@ class Case:
         layer: BoundLayer,
         plan: BoundPlan,
         logits_QRJ: Tensor,
-        chosen: dict[tuple[int, str], Tensor],
-    ) -> Tensor:
-        """Positions of the layer [R, K], or [Q, R, K], ascending or not; what it lends to others goes into `chosen`."""
+        chosen: Chosen,
+    ) -> Lists:
+        """The lists by which the layer attends; what it lends to others goes into `chosen`."""
         if layer.role == "reuse":
-            return chosen[layer.anchor or 0, "indices"]
-        selection = plan.selection
+            lent: Lists = chosen[layer.anchor or 0, "indices"]
+            return lent
+        selection, model = plan.selection, self.model
         assert selection is not None
         pool = chosen[layer.anchor or 0, "pool"] if layer.role == "reindex" else None
         shares = self.shares(logits_QRJ, pool)
         scores = self._forcing(shares.sum(0), selection, pool)
         # lent whether or not this plan reads it: a pass that starts late may be that of a plan which does
         if layer.role == "full" and selection.pool_size:
-            chosen[layer.layer, "pool"] = _best(scores, selection.pool_size, None)
-        chosen[layer.layer, "indices"] = _best(scores, selection.final_k, pool)
+            chosen[layer.layer, "pool"] = _best(scores, selection.pool_size, None).at
+        lent = _best(scores, selection.final_k, pool, least(selection.share, model.num_q_heads))
+        chosen[layer.layer, "indices"] = lent
         if plan.scorer.heads == "layer":
-            return chosen[layer.layer, "indices"]
-        per_head = self._forcing(shares.unflatten(0, (self.model.num_kv_heads, -1)).sum(1), selection, pool)
-        best = _best(per_head, selection.final_k, pool)
-        return best.repeat_interleave(self.model.num_q_heads // self.model.num_kv_heads, 0)
+            return lent
+        per_head = self._forcing(shares.unflatten(0, (model.num_kv_heads, -1)).sum(1), selection, pool)
+        bar = least(selection.share, model.num_q_heads // model.num_kv_heads)
+        return _best(per_head, selection.final_k, pool, bar).for_heads(model.num_q_heads)
 
     def shares(self, logits_QRJ: Tensor, pool_RM: Tensor | None) -> Tensor:
         """[Q, R, J], or [Q, R, M] over a pool: each head's softmax among what is scored."""
@@ -246,10 +263,10 @@ def is_plain(plan: BoundPlan) -> bool:
     return plain and (plan.selection is None or plan.selection.refresh_every == 1)
 
 
-def _best(scores: Tensor, size: int, pool_RM: Tensor | None) -> Tensor:
-    """[..., R, size] positions of the highest scores [..., R, J or M]."""
+def _best(scores: Tensor, size: int, pool_RM: Tensor | None, least: float | None = None) -> Lists:
+    """The positions of the `size` highest scores [..., R, J or M], of these those that exceed `least`."""
     best = scores.topk(min(size, scores.shape[-1]), -1, sorted=False).indices
-    return best if pool_RM is None else pool_RM.expand(*best.shape[:-1], -1).gather(-1, best)
+    return listed(best, scores, pool_RM, least)
 
 
 def by_kind(cases: Sequence[Case], parts: Sequence[Figures]) -> dict[str, Figures]:

@@ -31,9 +31,18 @@ class Judged:
 
     @property
     def num_chosen(self) -> int:
-        """k, positions a row reads besides sinks and window."""
+        """k, positions a row reads besides sinks and window; where a threshold decides, the mean over rows."""
         selection = self.plan.selection
-        return selection.final_k - selection.sink - selection.window if selection else 0
+        if selection is None:
+            return 0
+        size = round(self.mean_len) if selection.share else selection.final_k
+        return size - selection.sink - selection.window
+
+    @property
+    def mean_len(self) -> float:
+        """Positions of a list, the mean over rows and over layers that select."""
+        found = [mean for mean in self.total.listed_L if mean]
+        return sum(found) / max(1, len(found))
 
     @property
     def worst(self) -> str:
@@ -54,8 +63,10 @@ class Judged:
         pattern = pattern_of(self.plan)
         return {
             "name": self.name,
+            "fingerprint": self.plan.fingerprint,
             "scorer": described(self.plan),
             "k": self.num_chosen,
+            "mean_len": round(self.mean_len, 2),
             "pool_size": self.plan.selection.pool_size if self.plan.selection else None,
             "pattern": pattern,
             "lossless": self.plan.is_lossless,
@@ -87,19 +98,28 @@ def described(plan: BoundPlan) -> str:
             words.append(f"{what} by {scorer.num_routed_heads} routed heads{residual}")
         elif heads is not None and (heads != "all" or what == "rerank"):
             words.append(f"{what} by {heads} heads")
+    if selection is not None and selection.share is not None:
+        words.append(f"shares above {selection.share:g}")
+    if plan.tail_layers:
+        selecting = sum(layer.role != "dense" and layer.attend == "selected" for layer in plan.layers)
+        some = "" if len(plan.tail_layers) == selecting else f" in {len(plan.tail_layers)} layers"
+        words.append(f"block means for the rest{some}")
     if selection is not None and selection.refresh_every > 1:
         words.append(f"every {selection.refresh_every} steps")
     return ", ".join(words)
 
 
 def judge(name: str, plan: BoundPlan, cases: Sequence[Case], shape: KVShape, *, num_tokens: int) -> Judged:
-    """Evaluate a plan on cases; bytes are those of a row with `num_tokens` of history. Raises as `evaluate` does."""
+    """Evaluate a plan on cases; bytes are those of a row with `num_tokens` of history, with lists as long as on the
+    cases where a threshold decides. Raises as `evaluate` does."""
     parts = evaluate(cases, plan)
-    cost = explain(plan, shape, num_tokens=num_tokens, batch=1)
+    total = Figures.joined(parts)
+    listed = total.listed_L if plan.selection and plan.selection.share else None
+    cost = explain(plan, shape, num_tokens=num_tokens, batch=1, listed=listed)
     return Judged(
         name,
         plan,
-        Figures.joined(parts),
+        total,
         by_kind(cases, parts),
         interval([part.kl for part in parts]),
         cost.total_bytes / cost.dense_bytes,
@@ -114,10 +134,17 @@ def interval(means: Sequence[float]) -> tuple[float, float]:
 
 
 def at_budget(plan: BoundPlan, num_chosen: int) -> BoundPlan:
-    """The plan with k = `num_chosen` positions besides sinks and window; its pool keeps its multiple of k."""
+    """The plan with k = `num_chosen` positions besides sinks and window; its pool keeps its multiple of k.
+
+    Raises ValueError for a plan whose lists a threshold makes as long as they are.
+    """
     old = plan.selection
     if old is None:
         return plan
+    if old.share is not None:
+        raise ValueError(
+            f"plan {plan.name} lists what exceeds a share ({old.share:g}), so it has no k to change"
+        )
     forced = old.sink + old.window
     pool = old.pool_size and forced + round((old.pool_size - forced) * num_chosen / (old.final_k - forced))
     selection: Selection = replace(old, final_k=forced + num_chosen, pool_size=pool)

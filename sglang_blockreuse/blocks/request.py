@@ -171,11 +171,11 @@ def check_prompt(tokens: Sequence[int], *, vocab_size: int, logprob_start_len: i
     )
     if outside is not None:
         raise RequestError(
-            f"input_ids holds {outside}, which is no token of the model. Allowed: 0..{vocab_size - 1}."
+            f"input_ids holds {short(outside)}, which is no token of the model. Allowed: 0..{vocab_size - 1}."
         )
     if logprob_start_len < -1:
         raise RequestError(
-            f"logprob_start_len is {logprob_start_len}, but it must be a position of the prompt, or -1 for none."
+            f"logprob_start_len is {short(logprob_start_len)}, but it must be a position of the prompt, or -1 for none."
         )
 
 

@@ -106,7 +106,7 @@ def test_a_load_that_fails_on_one_rank_unfolds_its_request_on_both(server, one_r
     full, reused = one_rank[0]
     ids, spans = LIBRARY.prompt(ORDERS[0])
     server.flush_cache()
-    know(server)
+    know(server, LIBRARY)
     for rank in (1, 0):
         found = ask(
             server,

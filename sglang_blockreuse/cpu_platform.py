@@ -17,12 +17,16 @@ from .cpu_defaults import MAX_RUNNING_REQUESTS, free_memory_bytes, kv_pool_token
 
 ATTENTION_BACKENDS = ("blockreuse", "torch_native")
 KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16")
+# flag of the host memory pool -> SGLang's default, which needs kernels, and what works without
+HOST_MEMORY = {
+    "hicache_io_backend": ("kernel", "direct"),
+    "hicache_mem_layout": ("page_first", "layer_first"),
+}
 # each of them starts and then fails in code of SGLang's that takes an accelerator for granted
 FLAGS_THAT_NEED_AN_ACCELERATOR = {
     "speculative_algorithm": "verifies drafts with compiled kernels",
     "lora_paths": "pins the adapters' index buffers for an accelerator",
     "enable_lora": "pins the adapters' index buffers for an accelerator",
-    "enable_hierarchical_cache": "registers host memory with CUDA, and on a CPU the KV pool is host memory anyway",
 }
 
 
@@ -67,9 +71,13 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return pool_class(kv_layers)
 
     def post_load_model(self, model: Any) -> None:
-        """Let the host's sizing know what a token takes, before it sizes the pool."""
+        """Let the host's sizing know what a token takes, before it sizes the pool, and give it a host memory pool."""
         from sglang.srt.runtime_context import get_server_args
 
+        if get_server_args().enable_hierarchical_cache:
+            from .cpu_host_memory import install
+
+            install()
         kv_layers = shared_kv_layers(get_server_args())
         if kv_layers is not None:
             from .host import install_pool_sizing
@@ -87,6 +95,9 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         refuse_model(model)
         if given["attention_backend"] is None:
             server_args.attention_backend = self.get_default_attention_backend()
+        if server_args.enable_hierarchical_cache:
+            for flag, (_, value) in HOST_MEMORY.items():
+                setattr(server_args, flag, value)
         if server_args.max_running_requests is None:
             server_args.max_running_requests = MAX_RUNNING_REQUESTS
         if server_args.max_total_tokens is None:
@@ -112,6 +123,10 @@ def refuse_flags(server_args: Any, given: dict[str, Any]) -> None:
     for flag in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
         _refuse_other_than(ATTENTION_BACKENDS, flag, given[flag] or ATTENTION_BACKENDS[0])
     _refuse_other_than(KV_CACHE_DTYPES, "kv_cache_dtype", server_args.kv_cache_dtype)
+    if server_args.enable_hierarchical_cache:
+        for flag, (default, value) in HOST_MEMORY.items():
+            if given[flag] != default:  # SGLang does not say whether a default was asked for
+                _refuse_other_than((value,), flag, given[flag])
     for flag, reason in FLAGS_THAT_NEED_AN_ACCELERATOR.items():
         value = getattr(server_args, flag)
         if value:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -18,6 +19,7 @@ from .host import any_over_ranks, install_hooks, require_contract, shared_secret
 from .kernels.dispatch import Dispatcher
 from .metrics import Metrics
 from .settings import config_of
+from .storage import identity, names_min_fetch
 
 logger = logging.getLogger(__name__)
 
@@ -25,21 +27,35 @@ logger = logging.getLogger(__name__)
 def create_radix_cache(ctx: Any) -> Any:
     """The factory behind `--radix-cache-backend blockreuse`; ctx: the host's TreeCacheBuildContext."""
     from sglang.srt.mem_cache.registry import create_unified_radix_cache
+    from sglang.srt.runtime_context import get_memory
 
     from .radix_cache import BlockReuseCache
+    from .tiered_cache import name_storage
 
     config = config_of(ctx.server_args)
     require_contract()
     check_server(ctx)
     loader, off_reason = _loader(ctx, config)
+    memory = get_memory()
+    if memory.hicache_storage_backend is not None:
+        name_storage(_identity(ctx))
     cache = create_unified_radix_cache(ctx, cache_class=BlockReuseCache)
+    cache.identity, cache.min_fetch = functools.partial(_identity, ctx), config.blocks.min_block_tokens
+    if not names_min_fetch(memory.hicache_storage_backend_extra_config):
+        cache.fetch_from(cache.min_fetch)
     metrics = Metrics(_metric_labels(ctx))
+    pool_size = int(ctx.params.token_to_kv_pool_allocator.size)
+    host_homes = None
+    if cache.cache_controller is not None:
+        # what is pushed out of the one pool while homes are compiled is found in the other
+        pool_size += int(cache.cache_controller.mem_pool_host.size)
+        host_homes = None if loader is None else loader.on_host(cache.cache_controller)
     cache.blocks = BlockManager(
         config=config,
         tree=cache,
         bos=_bos(ctx.model_config),
         neutral_prefix=_neutral_prefix(config),
-        pool_size=int(ctx.params.token_to_kv_pool_allocator.size),
+        pool_size=pool_size,
         metrics=metrics,
         layer_plan=_sparse_plan(ctx.tp_worker.model_runner.attn_backend),
         shared_kv=_shared_kv(ctx.tp_worker.model_runner.attn_backend),
@@ -57,12 +73,26 @@ def create_radix_cache(ctx: Any) -> Any:
         any_rank=any_over_ranks,
         max_forward_tokens=_max_forward_tokens(),
         tags=_tags(ctx, config),
+        host_homes=host_homes,
     )
     _report_memory(ctx.model_config.num_hidden_layers, cache.kv_memory())
     _join_backend(ctx.tp_worker.model_runner.attn_backend, cache, metrics)
     install_hooks()
     logger.info("blockreuse: block reuse is %s, configuration %s", off_reason or "on", config.describe())
     return cache
+
+
+def _identity(ctx: Any) -> str:
+    """What names this server's KV in storage, of the weights as they are now."""
+    from sglang.srt.runtime_context import get_memory
+
+    runner = ctx.tp_worker.model_runner
+    return identity(
+        runner.model,
+        ctx.model_config.hf_config,
+        kv_dtype=runner.kv_cache_dtype,
+        layout=get_memory().hicache_mem_layout,
+    )
 
 
 def _max_forward_tokens() -> int | None:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .features_tiers import TIERS
+
 
 class UnsupportedServer(ValueError):
     """A server setting that block reuse does not work with; what, why and what to do."""
@@ -240,14 +242,7 @@ REFUSED = (
         ),
         "Drop the flag.",
     ),
-    Refused(
-        "--enable-hierarchical-cache",
-        _when(
-            lambda ctx: ctx.enable_hierarchical_cache,
-            "--enable-hierarchical-cache: homes in host memory cannot be read yet",
-        ),
-        "Drop the flag.",
-    ),
+    *(Refused(*of_tiers) for of_tiers in TIERS),
     Refused(
         "--enable-unified-cache-external-linker",
         _flag(

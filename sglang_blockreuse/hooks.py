@@ -125,6 +125,39 @@ def after_run_batch(result: Any, scheduler: Any, batch: Any, *args: Any, **kwarg
         result.extend_logprob_start_len_per_req = list(fold.logprob_starts)
 
 
+def begin_weight_update(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
+    from sglang.srt.managers.io_struct import BeginWeightUpdateReqOutput
+
+    return _unless_stored(original, updater, recv_req, BeginWeightUpdateReqOutput)
+
+
+def update_weights_from_disk(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
+
+    return _unless_stored(original, updater, recv_req, UpdateWeightFromDiskReqOutput)
+
+
+def update_weights_from_ipc(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
+    from sglang.srt.managers.io_struct import UpdateWeightsFromIPCReqOutput
+
+    return _unless_stored(original, updater, recv_req, UpdateWeightsFromIPCReqOutput)
+
+
+def _unless_stored(
+    original: Callable[..., Any], updater: Any, recv_req: Any, refusal: Callable[..., Any]
+) -> Any:
+    """Storage is not flushed with the cache: it would answer with KV of the old weights under the name of the new."""
+    cache = updater.scheduler.tree_cache
+    if not (isinstance(cache, BlockReuseCache) and cache.enable_storage):
+        return original(updater, recv_req)
+    return refusal(
+        success=False,
+        message="blockreuse: weights cannot be updated while storage is attached, which keeps KV of the old ones. "
+        "Detach it (DELETE /hicache/storage-backend), update, and attach it again (PUT): it is then read and written "
+        "under another name.",
+    )
+
+
 def keep_captured(output: Any) -> None:
     """Store by slot what the host captured of a forward; under overlap it does so with a result, which nobody reads."""
     for captured in (output.routed_experts_output, output.indexer_topk_output):

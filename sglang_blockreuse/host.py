@@ -347,15 +347,136 @@ CONTRACT: tuple[HostName, ...] = (
     HostName(_SRT + "runtime_context.get_serving", "call", "whether the host cuts prompts that are too long"),
     HostName(
         _SRT + "mem_cache.unified_radix_cache.UnifiedRadixCache.insert",
-        "call",
-        "publish local paths in a namespace of their own",
+        "subclass",
+        "publish local paths in a namespace of their own, ranked for eviction",
         ("self", "params"),
     ),
     HostName(
-        _SRT + "mem_cache.unified_radix_cache.UnifiedRadixCache.touch_prefix",
+        _SRT + "mem_cache.unified_radix_cache.UnifiedRadixCache.inc_host_lock_ref",
         "call",
-        "homes outlive the paths that were made of them",
-        ("self", "key"),
+        "homes in host memory stay",
+        ("self", "node_id"),
+    ),
+    HostName(
+        _SRT + "mem_cache.unified_radix_cache.UnifiedRadixCache.dec_host_lock_ref",
+        "call",
+        "and go",
+        ("self", "node_id", "params"),
+    ),
+    HostName(
+        _SRT + "mem_cache.unified_radix_cache.UnifiedRadixCache._apply_cache_action",
+        "subclass",
+        "local paths are not copied to host memory",
+        ("self", "action"),
+    ),
+    HostName(
+        _SRT + "mem_cache.unified_radix_cache.UnifiedRadixCache._evict_device_leaf",
+        "subclass",
+        "nor when they leave the device",
+        ("self", "node_id", "tracker"),
+    ),
+    HostName(
+        _SRT + "mem_cache.unified_radix_cache.UnifiedRadixCache._apply_eviction_result",
+        "call",
+        "the same",
+        ("self", "result"),
+    ),
+    HostName(
+        _SRT + "mem_cache.unified_radix_cache.UnifiedRadixCache._accumulate_tracker",
+        "call",
+        "the same",
+        ("self", "tracker", "delta"),
+    ),
+    HostName(
+        _SRT + "mem_cache.unified_radix_cache.UnifiedRadixCache.attach_storage_backend",
+        "subclass",
+        "storage is named by the weights as they are then",
+        ("self", "storage_backend"),
+    ),
+    HostName(
+        _SRT
+        + "mem_cache.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface.build_hicache_transfers",
+        "call",
+        "slots of homes in host memory",
+        ("self", "component_type", "node_id", "phase"),
+    ),
+    HostName(
+        _SRT
+        + "mem_cache.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface.drop_subtree_no_host",
+        "call",
+        "a local path leaves without a copy",
+        ("self", "node_id"),
+    ),
+    HostName(
+        _SRT
+        + "mem_cache.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface.prefetch_anchor_info",
+        "call",
+        "whose namespace a node is in",
+        ("self", "node_id"),
+    ),
+    HostName(
+        _SRT + "mem_cache.unified_cache.cache_action.BackupKV",
+        "call",
+        "a copy to host memory that is asked for",
+    ),
+    HostName(
+        _SRT + "mem_cache.unified_cache.components.base.CacheTransferPhase",
+        "call",
+        "which slots are asked for",
+    ),
+    HostName(
+        _SRT + "mem_cache.pool_host.mha.MHATokenToKVPoolHost.load_to_device_per_layer",
+        "call",
+        "KV from host memory into a request's own slots",
+        ("self", "device_pool", "host_indices", "device_indices", "layer_id", "io_backend"),
+    ),
+    HostName(
+        _SRT + "mem_cache.pool_host.base.HostKVCache.storage_format_tag",
+        "call",
+        "the mark in storage keys",
+    ),
+    HostName(
+        _SRT + "mem_cache.pool_host.base.HICACHE_HOST_MEMORY_RESERVE_BYTES",
+        "call",
+        "less is left free on a machine without GPUs",
+    ),
+    HostName(
+        _SRT + "mem_cache.pool_host.common.ALLOC_MEMORY_FUNCS",
+        "registry",
+        "host memory that no CUDA registers",
+    ),
+    HostName(
+        _SRT + "managers.cache_controller.HiCacheController.move_indices",
+        "call",
+        "indices where the transfer wants them",
+        ("self", "host_indices", "device_indices"),
+    ),
+    HostName(
+        _SRT + "managers.cache_controller.LayerDoneCounter.wait_until",
+        "call",
+        "layers that are still on their way to the device",
+        ("self", "threshold"),
+    ),
+    HostName(
+        _SRT
+        + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.begin_weight_update",
+        "hook",
+        "storage keeps KV of the old weights",
+        ("self", "recv_req"),
+    ),
+    HostName(
+        _SRT
+        + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_disk",
+        "hook",
+        "the same",
+        ("self", "recv_req"),
+    ),
+    HostName(
+        _SRT
+        + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_ipc",
+        "hook",
+        "the same",
+        ("self", "recv_req"),
     ),
     HostName(
         _SRT + "mem_cache.events.KVCacheEventRecorder.record_store",
@@ -584,6 +705,7 @@ def install_hooks() -> None:
 
     from . import hooks
 
+    updater = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
     _install(
         {
             "managers.scheduler.Scheduler.get_prefill_adder_class": (
@@ -601,6 +723,9 @@ def install_hooks() -> None:
             "managers.scheduler.Scheduler.send_abort_output": (hooks.send_abort_output, HookType.AROUND),
             "managers.scheduler.Scheduler.get_internal_state": (hooks.internal_state, HookType.AFTER),
             "managers.scheduler.Scheduler.run_batch": (hooks.after_run_batch, HookType.AFTER),
+            updater + "begin_weight_update": (hooks.begin_weight_update, HookType.AROUND),
+            updater + "update_weights_from_disk": (hooks.update_weights_from_disk, HookType.AROUND),
+            updater + "update_weights_from_ipc": (hooks.update_weights_from_ipc, HookType.AROUND),
             "model_executor.forward_batch_info.ForwardBatch.init_new": (
                 hooks.init_forward_batch,
                 HookType.AROUND,

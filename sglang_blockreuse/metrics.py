@@ -24,6 +24,11 @@ SERIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "rows_total": ("Virtual rows run in prefill forwards.", ()),
     "copied_tokens_total": ("Tokens whose KV was taken over from a home.", ()),
     "copy_seconds_total": ("Host seconds spent on taking KV over.", ()),
+    "tier_tokens_total": (
+        "Tokens of homes by where they lay: taken over from the device or from host memory, or fetched from storage.",
+        ("tier",),
+    ),
+    "host_copy_seconds_total": ("Of copy_seconds_total: for homes in host memory.", ()),
     "path_tokens_total": ("Tokens taken over from local paths of earlier turns.", ()),
     "probes_total": ("Requests measured before their prefill, by what was measured.", ("kind",)),
     "probe_seconds_total": ("Host seconds spent on probes.", ()),
@@ -81,5 +86,10 @@ class Metrics:
         self.add("requests_total", outcome=usage.skipped_reason or "reused")
         for kind in ("prefix", "reused", "repaired", "fresh"):
             self.add("tokens_total", getattr(usage, f"{kind}_tokens"), kind=kind)
+        on_host = usage.host_tokens
+        tiers = {"device": usage.reused_tokens - on_host, "host": on_host, "storage": usage.storage_tokens}
+        for tier, num_tokens in tiers.items():
+            if num_tokens:
+                self.add("tier_tokens_total", num_tokens, tier=tier)
         for found in found_blocks:
             self.add("blocks_total", found=found)

@@ -2,49 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
-from array import array
 from typing import Any
 
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from sglang.srt.mem_cache.base_prefix_cache import (
-    CacheRequestHandle,
-    CacheRequestOutcome,
-    InsertParams,
-    MatchPrefixParams,
-)
-from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-from sglang.srt.runtime_context import get_observability
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, CacheRequestOutcome, InsertParams
 
 from .blocks.manager import BlockManager, plan_of
-from .blocks.match import Namespace
 from .blocks.step import PrefillSteps
-from .kv_events import TREE_CORE, exact_events
+from .eviction import SPECULATIVE
+from .tiered_cache import TieredCache, key_of
 
 
-class BlockReuseCache(UnifiedRadixCache):
-    """Publishes exact KV only, and tells the manager when requests let go of their homes.
-
-    Homes are ordinary nodes (compile prefix -> block), so eviction, locks, LRU order and
-    namespaces are SGLang's own.
-    """
+class BlockReuseCache(TieredCache):
+    """Publishes exact KV only, and tells the manager when requests let go of their homes."""
 
     # set by the factory right after construction
     blocks: BlockManager
     steps: PrefillSteps
     row_modes: Any = None  # layers.row_modes.RowModes, where the attention backend keeps one
-
-    def __init__(self, params: Any) -> None:
-        announces = bool(get_observability().kv_events_config)  # on every rank, although the first one speaks
-        super().__init__(dataclasses.replace(params, tree_core_backend=TREE_CORE) if announces else params)
-        if announces:
-            self.tree_core.kv_events = exact_events(self.tree_core.kv_events)
-
-    def lookup(self, tokens: array[int], namespace: Namespace) -> tuple[int, Any]:
-        match = self.match_prefix(MatchPrefixParams(key=_key(tokens, namespace)))
-        return int(match.device_prefix_len), match.last_device_node
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """Publish up to the first local position.
@@ -74,15 +50,14 @@ class BlockReuseCache(UnifiedRadixCache):
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
         self.insert(
             InsertParams(
-                key=_key(req.full_untruncated_fill_ids[first_local:up_to], namespace),
+                key=key_of(req.full_untruncated_fill_ids[first_local:up_to], namespace),
                 value=row[first_local:up_to].to(dtype=torch.int64, copy=True),
-                priority=req.priority or 0,
+                priority=(req.priority or 0) if req.blockreuse.took_path else SPECULATIVE,
             )
         )
         req.kv.cache_protected_len = up_to  # the tree's from here on, not the request's to free
-        for tokens, home_namespace in self.blocks.homes_of(req):
-            # homes serve many prompts, this path one: it must be evicted first
-            self.touch_prefix(_key(tokens, home_namespace))
+        for home, home_namespace in self.blocks.homes_of(req):
+            self.used(home.tokens, home_namespace, priority=req.priority or 0, num_prefix=home.prefix_len)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)
@@ -102,17 +77,3 @@ class BlockReuseCache(UnifiedRadixCache):
             return {}
         k_bytes, v_bytes = pool.get_kv_size_bytes()
         return {"bytes": int(k_bytes + v_bytes), "layers": len({x.data_ptr() for x in pool.k_buffer})}
-
-    def accounting(self) -> dict[str, int]:
-        """Slots of the pool by owner; with no request running, free + evictable + protected = size."""
-        allocator = self.token_to_kv_pool_allocator
-        return {
-            "free": int(allocator.available_size()),
-            "evictable": int(self.evictable_size()),
-            "protected": int(self.protected_size()),
-            "size": int(allocator.size),
-        }
-
-
-def _key(tokens: array[int], namespace: Namespace) -> RadixKey:
-    return RadixKey(tokens, extra_key=namespace.extra_key, cache_salt=namespace.cache_salt)

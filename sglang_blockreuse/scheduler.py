@@ -102,6 +102,10 @@ class _BlockReuseAdder(PrefillAdder):
         return not self.can_run_list and (self.running_batch is None or self.running_batch.is_empty())
 
     def _select_prefill_admission(self, req: Req, **kwargs: Any) -> Any:
+        state, start = getattr(req, "blockreuse", None), req.prefix_len + kwargs["host_hit_length"]
+        if state is not None and state.exact_len != start:
+            # the host cannot bring its part of the exact prefix back and asks a second time
+            self.tree_cache.blocks.plan_or_compute(req, start=start)
         plan = plan_of(req)
         if plan is None:
             return super()._select_prefill_admission(req, **kwargs)

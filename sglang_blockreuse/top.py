@@ -14,6 +14,7 @@ import requests
 from .metrics import PREFIX
 
 POOL_OWNERS = ("free", "evictable", "protected", "size")
+HOST_OWNERS = ("host_free", "host_size")  # where the server has a host memory pool
 QUANTILES = (0.5, 0.95)
 TIMEOUT_S = 30.0
 # title -> SGLang's own histograms, seconds
@@ -40,7 +41,7 @@ class Scrape:
 
     at_s: float  # monotonic
     series: Mapping[str, Mapping[Labels, float]]  # sample name -> labels -> value
-    pool: Mapping[str, int]  # POOL_OWNERS -> slots, summed over data-parallel ranks
+    pool: Mapping[str, int]  # POOL_OWNERS and HOST_OWNERS -> slots, summed over data-parallel ranks
 
     def total(self, name: str, **labels: str) -> float:
         """Sum over the samples of `name` that carry these labels; 0 where there are none."""
@@ -85,7 +86,8 @@ def scrape(url: str, *, api_key: str | None = None) -> Scrape:
     for family in text_string_to_metric_families(_get(url, "/metrics", headers).text):
         for sample in family.samples:
             series[sample.name][frozenset(sample.labels.items())] = sample.value
-    pool = {owner: sum(int(state[owner]) for state in states) for owner in POOL_OWNERS}
+    owners = [owner for owner in (*POOL_OWNERS, *HOST_OWNERS) if owner in states[0]]
+    pool = {owner: sum(int(state[owner]) for state in states) for owner in owners}
     return Scrape(time.monotonic(), series, pool)
 
 
@@ -116,6 +118,7 @@ def lines(now: Scrape, before: Scrape | None = None) -> Iterator[Line]:
     for title, name in (("homes", "homes_total"), ("tokens of homes", "home_tokens_total")):
         yield _line("compile", title, name, now, before)
     yield _line("compile", "seconds waited", "home_wait_seconds_total", now, before)
+    yield from _counted("homes by tier", "tier_tokens_total", "tier", now, before, shares=True)
     yield from _counted("guard", "guard_total", "verdict", now, before, shares=True)
     yield from _counted("decode rows", "decode_rows_total", "kind", now, before, shares=True)
     yield from _counted("faults", "decode_own_scans_total", "role", now, before, prefix="own scans, ")
@@ -133,6 +136,10 @@ def _pool(pool: Mapping[str, int]) -> Iterator[Line]:
     owners |= {"running requests": size - sum(owners.values()), whole: size}
     for owner, num in owners.items():
         yield Line("KV pool", owner, total=num, share=num / size if size else None)
+    if "host_size" in pool:
+        used, size = pool["host_size"] - pool["host_free"], pool["host_size"]
+        for title, num in (("exact KV", used), ("free", pool["host_free"]), ("size", size)):
+            yield Line("host memory", title, total=num, share=num / size)
 
 
 def _line(group: str, title: str, name: str, now: Scrape, before: Scrape | None, **labels: str) -> Line:

@@ -176,7 +176,10 @@ class Usage:
     reused_tokens: int = 0
     repaired_tokens: int = 0
     fresh_tokens: int = 0
-    compiled_tokens: int = 0  # block tokens of the homes that this request brought, less those that were lost
+    host_tokens: int = 0  # of reused_tokens: taken from host memory
+    storage_tokens: int = 0  # block tokens of homes that were fetched from storage for this request
+    # block tokens of the homes that this request brought, less those that were lost or fetched
+    compiled_tokens: int = 0
     recompute_ratio: float = 0.0  # |T| / N, N = tokens up to the end of the last block
     skipped_reason: str | None = None
     # {"verdict": passed | raised | full, "measure": leftover | deviation, "value": float}; None where none judged
@@ -217,8 +220,12 @@ class RequestState:
     found_blocks: tuple[
         str, ...
     ] = ()  # of each block behind the exact prefix, how much the last admission found
-    # slots of each plan segment's home tokens, int64 [len(segment)], position-aligned with the segment
+    # slots of each plan segment's home tokens, int64, position-aligned with the segment from its start on
     home_slots: list[Any] = field(default_factory=list)
+    # and of those behind them, which lie in the host's memory pool: int64 on the CPU, together [len(segment)]
+    host_slots: list[Any] = field(default_factory=list)
+    exact_len: int = 0  # length of the exact prefix, on whichever tier, as the last admission found it
+    took_path: bool = False  # it went on from the local path of an earlier request
     locks: list[Any] = field(default_factory=list)  # tree locks on the homes
     num_put_off: int = 0  # steps that it left to others, to be measured whole
     outcome: Any = None  # of a home that was ended for a reason of ours: compile.Outcome

@@ -189,8 +189,11 @@ class Compiler:
         for wait in self._ahead.pop(request_id, ()):
             wait.num_open -= 1
 
-    def ended(self, request_id: str, outcome: Outcome = "computed") -> None:
-        """A request is gone: nobody waits for it any longer. Safe to call for any request, any number of times."""
+    def ended(self, request_id: str, outcome: Outcome = "computed", *, num_fetched: int = 0) -> None:
+        """A request is gone: nobody waits for it any longer. Safe to call for any request, any number of times.
+
+        num_fetched: tokens of it that came from storage.
+        """
         self.prompt_computed(request_id)
         gone = self._waiting.pop(request_id, None)
         if gone is not None:
@@ -204,8 +207,15 @@ class Compiler:
             wait.num_open -= 1
             if outcome != "computed":
                 wait.lost.append((home, outcome))
-        if outcome != "computed" and flight.usage is not None:
+        if flight.usage is None:
+            return
+        if outcome != "computed":
             flight.usage.compiled_tokens -= len(home.span)
+        elif num_fetched:
+            # the last token of a prompt is computed in any case
+            fetched = min(num_fetched + 1, len(home.span))
+            flight.usage.compiled_tokens -= fetched
+            flight.usage.storage_tokens += fetched
 
     def drop_unqueued(self) -> None:
         """End the homes that were decided on and never got a request: nobody will run them."""

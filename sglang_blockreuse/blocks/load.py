@@ -14,8 +14,10 @@ from torch import Tensor
 from ..kernels import cpu_rotate_copy
 from ..kernels.dispatch import Dispatcher
 from ..types import Interval, LocalSegment, RequestState
+from .host_copy import HostHomes
 from .intervals import positions_of
 from .rope import RopeGroup, UnsupportedRope
+from .tiers import on_device
 
 
 class KvLoader:
@@ -30,6 +32,7 @@ class KvLoader:
     ) -> None:
         self.device = k_buffers[0].device
         self._kernels = kernels
+        self._k_buffers = k_buffers
         self._groups = [
             (group, _table(k_buffers, group.layers), _table(v_buffers, group.layers)) for group in groups
         ]
@@ -46,16 +49,20 @@ class KvLoader:
         """Copy the part of the plan that lies in the chunk [low, high).
 
         row_slots: the request's slots by position, int [>= high].
-        Returns the number of copied tokens.
+        Returns the number of copied tokens. Homes in host memory are not its business, see host_copy.py.
         """
         assert state.plan is not None
-        pieces = list(state.plan.copies_within(low, high))
+        pieces = list(on_device(state, state.plan.copies_within(low, high)))
         if not pieces:
             return 0
         home_T, places = _places(state.plan.segments, state.home_slots, pieces)
         old_T, new_T, place_T = self._to_device(places).unbind()
         self._move(home_T[place_T].long(), row_slots[new_T].long(), old_T, new_T)
         return new_T.numel()
+
+    def on_host(self, controller: Any) -> HostHomes:
+        """The same for homes in host memory. controller: the host's HybridCacheController."""
+        return HostHomes(controller, self._k_buffers, [group for group, _, _ in self._groups])
 
     def _to_device(self, places: NDArray[np.int64]) -> Tensor:
         """Without waiting for what the device does: memory that is not pinned would be copied behind it."""

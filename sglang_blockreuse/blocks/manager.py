@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from .policy import POLICIES
 from .probe import MAX_QUESTION_TOKENS
 from .shared_kv import SharedKv
 from .split import Home
+from .tiers import num_on_host
 from .worth import layout_policy, refusal, why_nothing
 
 logger = logging.getLogger(__name__)
@@ -107,10 +107,10 @@ class BlockManager:
 
     # -- admission -------------------------------------------------------------------------
 
-    def plan_or_compute(self, req: Any) -> None:
+    def plan_or_compute(self, req: Any, *, start: int | None = None) -> None:
         """`plan`, and an error of ours costs the request its reuse, never the server its life."""
         try:
-            self.plan(req)
+            self.plan(req, start=start)
         except Exception as error:
             if is_device_error(error):
                 raise
@@ -119,14 +119,19 @@ class BlockManager:
             if getattr(req, "blockreuse", None) is not None:
                 self.give_up(req, "internal_error")
 
-    def plan(self, req: Any) -> None:
-        """Look the blocks up behind the request's exact prefix, lock their homes and plan the prefill."""
+    def plan(self, req: Any, *, start: int | None = None) -> None:
+        """Look the blocks up behind the request's exact prefix, lock their homes and plan the prefill.
+
+        start: length of that prefix; None: on the device and in host memory, whose part the host brings back when
+        it admits the request.
+        """
         state: RequestState | None = getattr(req, "blockreuse", None)
         if state is None:
             return
         self.release(req)
-        state.first_local = None
-        start, end = req.prefix_len, len(req.full_untruncated_fill_ids)
+        state.first_local, state.took_path = None, False
+        start = req.prefix_len + req.host_hit_length if start is None else start
+        end, state.exact_len = len(req.full_untruncated_fill_ids), start
         if state.may_reuse() or self._may_take_path(req, state):
             limit = min(end, logprob_limit(req))
             hits = self._find_path(req, state, start, limit)
@@ -154,14 +159,14 @@ class BlockManager:
         """
         tokens = req.full_untruncated_fill_ids
         namespace = path_namespace(tokens[:start], namespace_of(req), self._fingerprint(state.options))
-        length, node = self._tree.lookup(tokens[start:end], namespace)
+        length, where = self._tree.lookup(tokens[start:end], namespace)
         asks = POLICIES[state.options.policy].needs == "question" and state.options.spans
         block_end = state.options.spans[-1].end if state.options.spans else start
         if length < 1 or (asks and start + length < block_end + MAX_QUESTION_TOKENS):
             return []
         held = Interval(start, start + length)
-        lock = self._tree.lock(node)
-        return [Hit(LocalSegment(held, 0, PATH, start), self._tree.path_device_indices(node)[:length], lock)]
+        lock = self._tree.hold(where)
+        return [Hit(LocalSegment(held, 0, PATH, start), self._tree.slots(where).part(0, length), lock)]
 
     def _adopt(self, state: RequestState, hits: Sequence[Hit], *, start: int, end: int) -> str | None:
         """Plan with what was found; returns why the plan is not adopted, None where it is or nothing was found."""
@@ -175,7 +180,10 @@ class BlockManager:
         state.usage.guard = None
         reason = refusal(plan)
         if reason is None:
-            state.plan, state.home_slots, state.first_local = plan, [h.slots for h in hits], plan.first_local
+            state.plan, state.first_local = plan, plan.first_local
+            state.home_slots = [h.slots.device_T for h in hits]
+            state.host_slots = [h.slots.host_T for h in hits]
+            state.took_path = any(h.segment.is_path for h in hits)
             state.usage.policy = policy
             return None
         self._unlock(state)
@@ -200,8 +208,9 @@ class BlockManager:
     def _account(self, req: Any, state: RequestState) -> None:
         usage, plan = state.usage, state.plan
         prompt_len = len(req.origin_input_ids)
-        usage.prefix_tokens = min(req.prefix_len, prompt_len)
+        usage.prefix_tokens = min(state.exact_len, prompt_len)
         usage.reused_tokens = plan.num_reused if plan else 0
+        usage.host_tokens = num_on_host(state)
         usage.repaired_tokens = min(plan.num_repaired, prompt_len - usage.prefix_tokens) if plan else 0
         usage.fresh_tokens = prompt_len - usage.prefix_tokens - usage.reused_tokens - usage.repaired_tokens
         usage.recompute_ratio = round(plan.num_repaired / plan.block_end, 6) if plan else 0.0
@@ -211,7 +220,7 @@ class BlockManager:
         return why_nothing(
             state.options.spans,
             state.homes,
-            prefix_len=req.prefix_len,
+            prefix_len=state.exact_len,
             prompt_len=len(req.origin_input_ids),
             limit=logprob_limit(req),
             refused=not_adopted,
@@ -232,14 +241,15 @@ class BlockManager:
         if state is None:
             return
         self._unlock(state)
-        state.plan, state.home_slots = None, []
+        state.plan, state.home_slots, state.host_slots = None, [], []
 
     # -- the end -----------------------------------------------------------------------------
 
     def ended(self, req: Any, outcome: Outcome) -> None:
         """A request that ran is gone; how, where nobody of ours ended it."""
         state: RequestState | None = getattr(req, "blockreuse", None)
-        self.compiler.ended(req.rid, (state and state.outcome) or outcome)
+        num_fetched = int(getattr(req, "cached_tokens_storage", 0))
+        self.compiler.ended(req.rid, (state and state.outcome) or outcome, num_fetched=num_fetched)
 
     def path_of(self, req: Any) -> tuple[int, Namespace] | None:
         """Where the request's local path begins and the namespace to publish it in; None where it has none."""
@@ -262,12 +272,12 @@ class BlockManager:
         answer = len(req.origin_input_ids)
         return answer if first_local is None else min(answer, first_local)
 
-    def homes_of(self, req: Any) -> list[tuple[array[int], Namespace]]:
-        """Keys of the homes of the request's blocks, for the tree's order of eviction."""
+    def homes_of(self, req: Any) -> list[tuple[Home, Namespace]]:
+        """The homes of the request's blocks and where they live, for the tree's order of eviction."""
         state: RequestState | None = getattr(req, "blockreuse", None)
         if state is None or not state.may_reuse():
             return []
-        return [(home.tokens, namespace_of(req)) for home in state.homes]
+        return [(home, namespace_of(req)) for home in state.homes]
 
     def _fingerprint(self, options: BlockOptions) -> str:
         return fingerprint(options, self.config, layer_plan=self._layer_plan)
@@ -275,7 +285,7 @@ class BlockManager:
     def _unlock(self, state: RequestState) -> None:
         locks, state.locks = state.locks, []
         for lock in locks:
-            self._tree.unlock(lock)
+            self._tree.let_go(lock)
 
 
 def _how_much(home: Home, found: Sequence[Hit]) -> str:

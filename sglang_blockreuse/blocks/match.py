@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
-
 from ..types import Interval, LocalSegment
 from .split import Home
+from .tiers import Found, HomeSlots
 
 
 class Namespace(NamedTuple):
@@ -23,16 +22,16 @@ class Namespace(NamedTuple):
 class Tree(Protocol):
     """What is asked of the host's tree cache."""
 
-    def lookup(self, tokens: array[int], namespace: Namespace) -> tuple[int, Any]:
-        """Length of the cached prefix of `tokens` on the device and the node where it ends."""
+    def lookup(self, tokens: array[int], namespace: Namespace) -> tuple[int, Found]:
+        """Length of the cached prefix of `tokens`, on the device and in host memory, and where it lies."""
 
-    def path_device_indices(self, node: Any) -> Tensor:
-        """Slots from the root to `node`, int64."""
+    def slots(self, found: Found) -> HomeSlots:
+        """Slots of all that was found, from the root on; valid while it is held."""
 
-    def lock(self, node: Any) -> Any:
-        """Keep the path to `node` from eviction."""
+    def hold(self, found: Found) -> Any:
+        """Keep what was found from eviction, on both tiers."""
 
-    def unlock(self, lock: Any) -> None:
+    def let_go(self, lock: Any) -> None:
         """Give a lock back, once."""
 
 
@@ -41,7 +40,7 @@ class Hit:
     """A home that the tree holds, locked by whoever asked."""
 
     segment: LocalSegment
-    slots: Tensor  # int64 [len(segment)], home slots of the segment's positions
+    slots: HomeSlots  # of the segment's positions, at home
     lock: Any
 
 
@@ -58,14 +57,14 @@ def find(tree: Tree, homes: Sequence[Home], *, start: int, end: int, namespace: 
     for home in homes:
         if home.span.end <= start or home.prefix is missing:
             continue
-        length, node = tree.lookup(home.tokens, namespace)
+        length, where = tree.lookup(home.tokens, namespace)
         if length < home.prefix_len:
             missing = home.prefix
         held = Interval(home.span.start, home.span.start + length - home.prefix_len).clip(start, end)
         if not len(held):
             continue
-        lock = tree.lock(node)
+        lock = tree.hold(where)
         first = held.start - home.delta
-        slots = tree.path_device_indices(node)[first : first + len(held)]
+        slots = tree.slots(where).part(first, first + len(held))
         hits.append(Hit(LocalSegment(held, home.delta, home.block, home.span.start), slots, lock))
     return hits

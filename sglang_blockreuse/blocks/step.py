@@ -14,6 +14,7 @@ from ..errors import short
 from ..metrics import Metrics
 from ..types import Fold, Interval
 from .faults import is_device_error
+from .host_copy import HostHomes
 from .load import KvLoader
 from .manager import BlockManager, plan_of
 from .measure import Measures, Part, RunForward, everything_copied, plan_to_run
@@ -34,6 +35,7 @@ class PrefillSteps:
     num_layers, shared_layers, reduce: of the model and over its tensor-parallel ranks, see `Probe`.
     any_rank: per flag, whether it is set on any of those ranks.
     max_forward_tokens: what the server's settings let a prefill forward compute; None: no limit.
+    host_homes: the loader's twin for homes in host memory; None where there is no such tier.
     """
 
     def __init__(
@@ -48,12 +50,14 @@ class PrefillSteps:
         any_rank: Callable[[list[bool]], list[bool]] = lambda flags: flags,
         max_forward_tokens: int | None = None,
         tags: SlotTags | None = None,
+        host_homes: HostHomes | None = None,
     ) -> None:
         self.tags = tags  # kept only where alpha or beta is not 0
         self.announce: Callable[[Tensor], None] | None = None  # told of slots before KV is copied into them
         self.sparse_repair = False  # the layer plan makes repair sparse, so the backend must know its tokens
         self._blocks = blocks
         self._loader = loader
+        self._host_homes = host_homes
         self._metrics = metrics
         self._measures = Measures(
             blocks, metrics, num_layers=num_layers, shared_layers=shared_layers, reduce=reduce
@@ -96,6 +100,8 @@ class PrefillSteps:
         for part in parts:
             admitted[part.index] = plan_to_run(part).num_computed(part.low, part.high)
         self._operands.append([slots for part in parts for slots in part.state.home_slots or ()])
+        if self._host_homes is not None:
+            self._host_homes.wait()
         parts, num_copied = self._load_all(parts)
         parts = self._measure(batch, parts, run)
         repairs: list[list[Interval]] = [[] for _ in runs]
@@ -189,6 +195,10 @@ class PrefillSteps:
         if self.announce is not None:
             self.announce(part.row_slots[part.low : part.high])
         self._loader.load(part.state, part.row_slots, part.low, part.high)
+        if self._host_homes is not None:
+            started = time.perf_counter()
+            if self._host_homes.load(part.state, part.row_slots, part.low, part.high):
+                self._metrics.add("host_copy_seconds_total", time.perf_counter() - started)
         self._tag(part)
 
     def _tag(self, part: Part) -> None:

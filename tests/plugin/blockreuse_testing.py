@@ -77,7 +77,7 @@ def limit_prefix(result, req, *args, **kwargs):
     return result if limit is None else min(result, limit)
 
 
-def force_rows(result, manager, req):
+def force_rows(result, manager, req, **start):
     broken = knob(req, "testing_break")
     if broken == "plan" and req.blockreuse.plan is not None:
         raise RuntimeError("testing_break")
@@ -124,9 +124,10 @@ def all_homes(original, arrivals, req, state, *args):
     ]
 
 
-def swap_homes(result, manager, req):
+def swap_homes(result, manager, req, **start):
     if knob(req, "testing_swap_homes") and req.blockreuse.plan is not None:
         req.blockreuse.home_slots = req.blockreuse.home_slots[::-1]
+        req.blockreuse.host_slots = req.blockreuse.host_slots[::-1]
 
 
 def same_on_all_ranks(result, manager, req, *args, **kwargs):
@@ -148,7 +149,7 @@ wrong_base = None
 rotations = None
 
 
-def note_rope_base(result, manager, req):
+def note_rope_base(result, manager, req, **start):
     global wrong_base, rotations, probe_breaks
     probe_breaks = knob(req, "testing_break") == "probe"
     wrong_base, rotations = knob(req, "testing_wrong_rope_base"), knob(req, "testing_rotations")

@@ -28,7 +28,7 @@ class Tree:
     def __init__(self):
         self.held = 0
 
-    def unlock(self, lock):
+    def let_go(self, lock):
         self.held -= 1
 
 

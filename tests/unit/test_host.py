@@ -114,6 +114,8 @@ def test_the_metric_names_are_frozen():
         "rows_total": (),
         "copied_tokens_total": (),
         "copy_seconds_total": (),
+        "tier_tokens_total": ("tier",),
+        "host_copy_seconds_total": (),
         "path_tokens_total": (),
         "probes_total": ("kind",),
         "probe_seconds_total": (),

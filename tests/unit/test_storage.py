@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import LlamaConfig
 
+from sglang_blockreuse.features_tiers import TIERS
 from sglang_blockreuse.storage import identity, names_min_fetch
 
 
@@ -86,3 +89,45 @@ def test_it_is_seen_in_a_file_too(tmp_path):
     path = tmp_path / "store.toml"
     path.write_text("prefetch_threshold = 300\n")
     assert names_min_fetch(f"@{path}")
+
+
+@pytest.mark.parametrize("backend", ["mooncake", "hf3fs", "dynamic"])
+def test_a_backend_that_was_never_run_with_homes_is_not_attached(backend):
+    from sglang_blockreuse.tiered_cache import TieredCache
+
+    cache = object.__new__(TieredCache)  # nothing of it may be touched
+    attached, why = cache.attach_storage_backend(backend)
+    assert not attached
+    assert f"--hicache-storage-backend {backend} was never run with document blocks" in why
+
+
+@pytest.mark.parametrize(
+    ("memory", "why"),
+    [
+        ({"hicache_storage_backend": "mooncake"}, "never run with document blocks"),
+        ({"hicache_host_memory_mode": "buffer_only"}, "no home is found in it"),
+        ({}, None),
+    ],
+    ids=["backend", "buffer", "control"],
+)
+def test_a_server_of_tiers_that_cannot_work_does_not_start(monkeypatch, memory, why):
+    from sglang.srt import runtime_context
+
+    settings = {"hicache_storage_backend": "file", "hicache_host_memory_mode": "cache", **memory}
+    monkeypatch.setattr(runtime_context, "get_memory", lambda: SimpleNamespace(**settings))
+    ctx = SimpleNamespace(enable_hierarchical_cache=True)
+    problems = [found(ctx) for name, found, _ in TIERS if "kv_from" not in name]
+    assert [p for p in problems if p] == [] if why is None else why in " ".join(p or "" for p in problems)
+
+
+def test_host_memory_is_refused_where_layers_share_kv():
+    plan = SimpleNamespace(name="halves", shared_layers=(3,))
+    backend = SimpleNamespace(layer_plan=plan)
+    ctx = SimpleNamespace(
+        enable_hierarchical_cache=True,
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(attn_backend=backend)),
+    )
+    (found,) = [found for name, found, _ in TIERS if "kv_from" in name]
+    assert "halves" in found(ctx)
+    plan.shared_layers = ()
+    assert found(ctx) is None

@@ -91,7 +91,9 @@ def shown(language: str, page: str) -> list[str]:
 
 
 def test_the_readme_shows_requests_that_are_run():
-    curls, pythons = ([code for code in shown(name, README) if "localhost" in code] for name in ("bash", "python"))
+    curls, pythons = (
+        [code for code in shown(name, README) if "localhost" in code] for name in ("bash", "python")
+    )
     assert len(curls) == len(pythons) == 1
     assert set(curls + pythons) <= {*shown("bash", REQUESTS), *shown("python", REQUESTS)}
 

@@ -1,7 +1,7 @@
 """Tables of README and docs/results.md, made from the published results: what they say was measured, was measured.
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`. `rewrite` makes all of them anew; a test holds the pages
-to what it gives. Every table ends with the machine, versions, commit, date and seed it was measured with.
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`. `rewrite` makes all of them anew; a test holds the
+pages to what it gives. Every table ends with the machine, versions, commit, date and seed it was measured with.
 """
 
 from __future__ import annotations

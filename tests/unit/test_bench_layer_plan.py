@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import layer_plan
-import pytest
 import published_tables
+import pytest
 import report
 import report_decode
 from records import Log

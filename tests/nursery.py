@@ -2,9 +2,9 @@
 
 Importing SGLang in each of a server's processes is nearly all of what a tiny model's server takes to start, and loading
 the tokenizer in each of them most of the rest; both are done before the fork. What runs in the fork is the command
-line of `sglang-blockreuse serve`, with SGLang's processes forked instead of spawned; nothing else of the host is replaced.
-Environment variables that are read at import time keep the nursery's values, but for
-those that make the scheduler retract requests.
+line of `sglang-blockreuse serve`, with SGLang's processes forked instead of spawned; nothing else of the host is
+replaced. Environment variables that are read at import time keep the nursery's values, but for those that make the
+scheduler retract requests.
 
     with Nursery() as nursery, nursery.server(model_path, "--dtype", "float32", log=log) as server: ...
 """

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from places import ROOT
 from servers import language_model
-from tiny_models import talking_model
 
 pytestmark = pytest.mark.engine
 EXAMPLES = ROOT / "examples"
@@ -78,12 +77,6 @@ def test_rag_with_the_shipped_and_with_other_documents(server, tmp_path):
     words = ("--documents", str(own), "--top", "2")
     said = run(sys.executable, str(EXAMPLES / "rag.py"), "--url", server.url, *words, *asked)
     assert [int(n) > 0 for n in re.findall(r"(\d+) tokens known", said)] == [True, True]
-
-
-def test_offline_engine():
-    first, second = usages(run(sys.executable, str(EXAMPLES / "offline_engine.py"), str(talking_model())))
-    assert first["skipped_reason"] is second["skipped_reason"] is None
-    assert second["reused_tokens"] > 0
 
 
 def shown(language: str, page: str) -> list[str]:

@@ -90,42 +90,40 @@ def demo(found: Sequence[Record]) -> str:
 
 
 def quality(found: Sequence[Record]) -> str:
-    """Rows are policies, columns budgets; the share of the gap in percent with its interval."""
+    """Rows are homes and policies, columns budgets; the share of the gap in percent with its interval."""
     measured = [r for r in found if r["record"] == "measurement"]
     _, baseline = report_quality.baseline_of(measured)
-    arms = report_quality.arms_of(measured)
-    budgets = sorted({b for policy, b, _ in arms if policy not in ("full", "none")})
+    arms = [arm for arm in report_quality.arms_of(measured) if arm[0] != "alone" and arm[1] != "full"]
+    budgets = sorted({budget for _, policy, budget in arms if policy != "none"})
+    last = budgets[-1]
     lines = [
-        f"| policy | {' | '.join(f'{100 * b:g} %' for b in budgets)} | same top token at 10 % |",
-        "|---|" + "---|" * (len(budgets) + 1),
+        f"| homes behind | policy | nothing repaired | {' | '.join(f'{100 * b:g} %' for b in budgets)} "
+        f"| same top token at {100 * last:g} % |",
+        "|---|---|---|" + "---|" * (len(budgets) + 1),
     ]
-    none = report_quality.of_arm(measured, "none", 0.0, forced="oracle")
-    policies = sorted(
-        {p for p, _, _ in arms} - {"full", "none"}, key=_best_at(measured, baseline, 0.1), reverse=True
-    )
-    for policy in policies:
-        cells = []
-        for budget in budgets:
-            mine = report_quality.of_arm(measured, policy, budget, forced="oracle")
-            cells.append(report_quality.share_text(mine, baseline) if mine else "–")
-        ten = report_quality.of_arm(measured, policy, 0.1, forced="oracle")
-        lines.append(f"| `{policy}` | {' | '.join(cells)} | {_top1(ten)} |")
-    lines += [
-        "",
-        f"No repair, homes behind the system prompt: {report_quality.share_text(none, baseline)}, same top token "
-        f"{_top1(none)}. {report_quality.counts(measured)}",
-        "",
-        where(found[0], seed=found[0]["options"]["seed"]),
-    ]
+    for homes, policy in _best_first({(h, p) for h, p, _ in arms if p != "none"}, measured, baseline, last):
+        cells = [
+            report_quality.share_text(mine, baseline) if mine else "–"
+            for arm in [("none", 0.0), *((policy, budget) for budget in budgets)]
+            for mine in [report_quality.of_arm(measured, homes, *arm, forced="oracle")]
+        ]
+        most = report_quality.of_arm(measured, homes, policy, last, forced="oracle")
+        lines.append(f"| {homes} | `{policy}` | {' | '.join(cells)} | {_top1(most)} |")
+    lines += ["", report_quality.counts(measured), "", where(found[0], seed=found[0]["options"]["seed"])]
     return "\n".join(lines)
 
 
-def _best_at(measured: Sequence[Record], baseline: dict[str, float], budget: float) -> Callable[[str], float]:
-    def key(policy: str) -> float:
-        mine = report_quality.of_arm(measured, policy, budget, forced="oracle")
+def _best_first(
+    kinds: set[tuple[str, str]], measured: Sequence[Record], baseline: dict[str, float], budget: float
+) -> list[tuple[str, str]]:
+    """(homes, policy): those next to each other whose homes are the same, the best at a budget first."""
+
+    def value(kind: tuple[str, str]) -> float:
+        mine = report_quality.of_arm(measured, *kind, budget, forced="oracle")
         return report_quality.share(mine, baseline).value if mine else -1.0
 
-    return key
+    best = {homes: max(value(kind) for kind in kinds if kind[0] == homes) for homes, _ in kinds}
+    return sorted(kinds, key=lambda kind: (-best[kind[0]], kind[0], -value(kind), kind[1]))
 
 
 def _top1(some: Sequence[Record]) -> str:

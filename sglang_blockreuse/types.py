@@ -208,7 +208,7 @@ class RequestState:
     options: BlockOptions
     usage: Usage
     refused: str | None = None  # why it may not reuse, whatever the tree holds: a skipped_reason
-    compile_prefix: Any = ()  # array[int], one for all homes of the request
+    compile_prefix: Any = ()  # array[int], what all homes of the request begin with
     homes: list[Any] = field(default_factory=list)  # Home: where the KV of its blocks is to be found
     wait: Wait = field(default_factory=Wait)
     plan: BlockPlan | None = None  # while the prompt is prefilled

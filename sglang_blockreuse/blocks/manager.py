@@ -49,6 +49,7 @@ class BlockManager:
         shared_kv: SharedKv | None = None,
         off_reason: str | None = None,
         neutral_prefix: tuple[int, ...] | None = None,
+        company_text: tuple[int, ...] | None = None,
         home_token: str | None = None,
         index_secret: str | None = None,
     ) -> None:
@@ -65,6 +66,7 @@ class BlockManager:
             pool_size=pool_size,
             off_reason=off_reason,
             neutral_prefix=neutral_prefix,
+            company_text=company_text,
             shared_kv=shared_kv,
             index_secret=index_secret,
         )

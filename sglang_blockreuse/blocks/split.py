@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
+
+import numpy as np
 
 from ..config import BlocksConfig
 from ..types import Interval
@@ -18,13 +20,13 @@ MAX_HOME_VOLUME = 64
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """The sequence in which a block's reusable KV is computed: compile prefix + block."""
+    """The sequence in which a block's reusable KV is computed: compile prefix + companions + block."""
 
     block: int  # index among the request's spans
     span: Interval  # where the block stands in this request
     prefix: array[
         int
-    ]  # compile prefix; one array for all homes of a request, because it may be most of the prompt
+    ]  # compile prefix + companions; one array for all homes that share it, because it may be most of the prompt
     body: array[int]  # the block's tokens
 
     def __len__(self) -> int:
@@ -32,18 +34,51 @@ class Home:
 
     @property
     def tokens(self) -> array[int]:
-        """Compile prefix + block, an ordinary prompt; built for whoever asks."""
+        """Prefix + block, an ordinary prompt; built for whoever asks."""
         return self.prefix + self.body
 
     @property
     def prefix_len(self) -> int:
-        """Home offset: length of the compile prefix."""
+        """Home offset."""
         return len(self.prefix)
 
     @property
     def delta(self) -> int:
         """New position - home position, the same for every token of the block."""
         return self.span.start - self.prefix_len
+
+
+@dataclass(slots=True)
+class Front:
+    """What stands in front of the blocks of one request: one array for all that have the same."""
+
+    base: array[int]  # the compile prefix
+    members: tuple[array[int], ...] = ()  # as they stand in front of others
+    size: int = 0  # how many of them stand in front of a block
+    max_len: int | None = None  # of a home; one that its companions would make longer has none
+    _made: dict[int, array[int]] = field(default_factory=dict)  # by the member that is left out
+
+    @property
+    def common(self) -> array[int]:
+        """The prefix of the home of every block but the first members'."""
+        return self._without(self.size)
+
+    def of(self, body: array[int]) -> array[int]:
+        """The prefix of the home of the block `body`."""
+        own = (i for i, member in enumerate(self.members) if begin_alike(member, body))
+        prefix = self._without(min(next(own, self.size), self.size))
+        is_too_long = self.max_len is not None and len(prefix) + len(body) > self.max_len
+        return self.base if is_too_long else prefix
+
+    def _without(self, member: int) -> array[int]:
+        made = self._made.get(member)
+        if made is None:
+            others = [m for i, m in enumerate(self.members) if i != member][: self.size]
+            made = self.base
+            for other in others:
+                made = made + other
+            self._made[member] = made
+        return made
 
 
 def compile_prefix(
@@ -69,22 +104,43 @@ def homes(
     tokens: array[int],
     spans: Sequence[Interval],
     *,
-    prefix: Sequence[int],
+    front: Front,
     min_block_tokens: int,
     all_blocks: bool = False,
 ) -> list[Home]:
     """Homes of the blocks that may be reused.
 
-    Left out: blocks shorter than `min_block_tokens`, and a block that continues the
-    compile prefix in this very prompt, because there its KV is an exact prefix. With `all_blocks` (a prompt
-    that is not going to run) the latter are kept.
+    Left out: blocks shorter than `min_block_tokens`, and what begins as the homes do in this very prompt (a block that
+    continues the compile prefix, companions at their place), because there its KV is an exact prefix. With
+    `all_blocks` (a prompt that is not going to run) the latter are kept.
     """
-    head = array("q", prefix)
-    return [
-        Home(i, span, head, tokens[span.start : span.end])
-        for i, span in enumerate(spans)
-        if len(span) >= min_block_tokens and (all_blocks or not _is_exact(tokens, span, head))
-    ]
+    common = front.common
+    num_exact = 0 if all_blocks else num_shared(tokens, common)
+    found = []
+    for i, span in enumerate(spans):
+        if len(span) < min_block_tokens or span.end <= num_exact:
+            continue
+        body = tokens[span.start : span.end]
+        prefix = front.of(body)
+        # at home in this very prompt; what stands behind other members is so only if those are computed for it alone
+        is_home = (prefix is common or prefix is front.base) and span.start == len(prefix) <= num_exact
+        if all_blocks or not (span.start == 0 or is_home):
+            found.append(Home(i, span, prefix, body))
+    return found
+
+
+def num_shared(a: array[int], b: array[int]) -> int:
+    """How many tokens two sequences have in common at their beginning."""
+    length = min(len(a), len(b))
+    if not length:
+        return 0
+    differ = np.flatnonzero(np.frombuffer(a, np.int64, length) != np.frombuffer(b, np.int64, length))
+    return int(differ[0]) if len(differ) else length
+
+
+def begin_alike(a: array[int], b: array[int]) -> bool:
+    length = min(len(a), len(b))
+    return a[:length] == b[:length]
 
 
 class _Located(Protocol):
@@ -114,7 +170,3 @@ def bounded(homes: Sequence[L], *, prompt_len: int) -> list[L]:
             break
         kept.append(i)
     return [homes[i] for i in sorted(kept)]
-
-
-def _is_exact(tokens: array[int], span: Interval, prefix: array[int]) -> bool:
-    return span.start == 0 or (span.start == len(prefix) and tokens[: span.start] == prefix)

@@ -12,6 +12,7 @@ import report_serving
 from bench_records import measurement, usage
 from contexts import Context
 from gate import Bounds, judge, outcome_problems
+from homes import HOMES
 from meter import COVERED, covering, problem
 from meter import Arm as MeterArm
 from mixed import same_up_to_a_tie
@@ -113,8 +114,17 @@ CONTEXT = Context("A/0", "A", Prompt(tuple(range(400)), (40, 140, 140, 300, 300,
 
 class TestProblems:
     def test_a_measurement_that_reused_all_it_could_is_one(self):
-        assert problem(CONTEXT, MeterArm("seam", 0.05), usage()) is None
-        assert problem(CONTEXT, MeterArm("none", 0.0, alone=True), usage(reused_tokens=340)) is None
+        assert problem(CONTEXT, MeterArm("seam", 0.05), usage(), homes=HOMES["leading"]) is None
+        for name in HOMES.keys() - {"leading"}:
+            found = usage(reused_tokens=340, prefix_tokens=40)
+            assert problem(CONTEXT, MeterArm("none", 0.0), found, homes=HOMES[name]) is None
+
+    def test_a_first_block_may_begin_as_another_document_and_no_more(self):
+        arm, homes = MeterArm("none", 0.0), HOMES["library-2"]
+        assert problem(CONTEXT, arm, usage(reused_tokens=335, prefix_tokens=45), homes=homes) is None
+        assert "345 reused" in problem(CONTEXT, arm, usage(reused_tokens=335, prefix_tokens=44), homes=homes)
+        found = problem(CONTEXT, arm, usage(reused_tokens=240, prefix_tokens=140), homes=homes)
+        assert found == "140 tokens are an exact prefix, and with them the first block"
 
     @pytest.mark.parametrize(
         ("found", "message"),
@@ -127,7 +137,7 @@ class TestProblems:
         ids=["skipped", "longer prefix", "another policy", "stock server"],
     )
     def test_others_are_none(self, found, message):
-        assert message in problem(CONTEXT, MeterArm("seam", 0.05), found)
+        assert message in problem(CONTEXT, MeterArm("seam", 0.05), found, homes=HOMES["leading"])
 
 
 class TestGate:
@@ -252,7 +262,7 @@ class TestRefusal:
         assert report_serving.tables(records)[1] == ["seam"]
 
     def test_quality_prints_no_share_where_a_measurement_is_none(self):
-        fine = [measurement(f"A/{i}", "none", 0.0, kl=0.5, alone=True) for i in range(3)]
+        fine = [measurement(f"A/{i}", "none", 0.0, kl=0.5, homes="alone") for i in range(3)]
         fine += [measurement(f"A/{i}", "full", 1.0, kl=0.0) for i in range(3)]
         fine += [measurement(f"A/{i}") for i in range(3)]
         text, problems = report_quality.tables(fine)

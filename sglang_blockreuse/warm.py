@@ -34,7 +34,7 @@ class Compiled:
 
     document: str
     num_tokens: int
-    num_compiled: int  # 0 where the server knew it, or refused it; with those of companions that it moved
+    num_compiled: int  # 0 where the server knew it, or refused it
     note: str
 
 
@@ -88,8 +88,6 @@ def _compile(client: _Client, name: str, prefix_ids: list[int], text: str) -> Co
     usage = client.compile(prefix_ids, ids)
     compiled, reason = usage["compiled_tokens"], usage["skipped_reason"]
     note = "compiled" if compiled else "known already"
-    if compiled > len(ids):
-        note = "compiled, and its companions once more behind it"
     if reason != "mode_compile":
         note = f"not compiled: {reason}"
     return Compiled(name, len(ids), compiled, note)

@@ -65,8 +65,9 @@ def request(tokens, spans, *, mode="reuse", **values):
 
 
 def manager_of(tree, *, pool_size=10**7, **blocks) -> BlockManager:
+    """With homes right behind the leading text, unless `company` is asked for."""
     return BlockManager(
-        config=Config(blocks=BlocksConfig(**blocks)),
+        config=Config(blocks=BlocksConfig(**{"company": 0, **blocks})),
         tree=tree,
         bos=None,
         pool_size=pool_size,

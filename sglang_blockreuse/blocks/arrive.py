@@ -11,7 +11,7 @@ from typing import Any
 
 from ..config import BlocksConfig
 from ..metrics import Metrics
-from ..types import BlockOptions, Interval, RequestState, Usage, Wait
+from ..types import BlockOptions, RequestState, Usage, Wait
 from .company import Company
 from .compile import Compiler, HomeId, HomeJob
 from .discover import Discovery
@@ -193,11 +193,8 @@ class Arrivals:
         if state.refused != "mode_compile":
             return []
         state.compile_prefix = self._compile_prefix(req, state.options)
-        namespace = namespace_of(req)
-        is_new = self._company.join(namespace, state.compile_prefix, self._bodies(req, state))
+        self._company.join(namespace_of(req), state.compile_prefix, self._bodies(req, state))
         wanted = self.homes(req, state, max_prompt_len)
-        if is_new:
-            wanted += self._moved(namespace, state.compile_prefix, max_prompt_len)
         jobs = self._jobs(req, state, wanted, own=state.compile_prefix, num_new=1) if wanted else []
         if not wanted:
             self.not_compiled(state, state.not_compiled or "blocks_too_short")
@@ -212,9 +209,9 @@ class Arrivals:
 
         own: the prompt that the request itself runs, and `num_new` tokens behind it.
         """
-        # a prefix lies in the tree once for all homes, and for the prompt too as far as that begins with it
-        prefixes = {id(home.prefix): home.prefix for home in wanted}.values()
-        num_prefix = sum(len(prefix) - num_shared(prefix, own) for prefix in prefixes)
+        # their prefixes begin alike and lie in the tree once, and for the prompt too as far as it begins with them
+        prefix = max((home.prefix for home in wanted), key=len)
+        num_prefix = len(prefix) - num_shared(prefix, own)
         num_tokens = len(own) + num_new + num_prefix + sum(len(home.span) for home in wanted)
         if num_tokens > MAX_COMPILE_SHARE * self._pool_size:
             state.not_compiled = "pool_too_small"
@@ -249,14 +246,6 @@ class Arrivals:
         """The request's blocks that may have a home."""
         tokens, shortest = req.origin_input_ids, self._config.min_block_tokens
         return [tokens[s.start : s.end] for s in state.options.spans if len(s) >= shortest]
-
-    def _moved(self, namespace: Namespace, base: array[int], max_prompt_len: int) -> list[Home]:
-        """Homes of the companions behind `base`, which each new one among them moves."""
-        front = self._company.front(namespace, base, max_len=max_prompt_len)
-        return [
-            Home(-1, Interval(0, len(body)), front.of(body), body)
-            for body in self._company.members(namespace, base)
-        ]
 
     def _compile_prefix(self, req: Any, options: BlockOptions) -> array[int]:
         if self._neutral_prefix is not None:

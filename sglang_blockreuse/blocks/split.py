@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -48,37 +48,33 @@ class Home:
         return self.span.start - self.prefix_len
 
 
-@dataclass(slots=True)
 class Front:
-    """What stands in front of the blocks of one request: one array for all that have the same."""
+    """What stands in front of the blocks of one request: one array for all that have the same.
 
-    base: array[int]  # the compile prefix
-    members: tuple[array[int], ...] = ()  # as they stand in front of others
-    size: int = 0  # how many of them stand in front of a block
-    max_len: int | None = None  # of a home; one that its companions would make longer has none
-    _made: dict[int, array[int]] = field(default_factory=dict)  # by the member that is left out
+    base: the compile prefix; companions: the row behind it, see company.py.
+    max_len: of a home; one that the row would make longer is right behind `base`.
+    """
+
+    def __init__(
+        self, base: array[int], companions: Sequence[array[int]] = (), max_len: int | None = None
+    ) -> None:
+        self._companions = companions
+        self._max_len = max_len
+        self._prefixes = [base]
+        for companion in companions:
+            self._prefixes.append(self._prefixes[-1] + companion)
 
     @property
-    def common(self) -> array[int]:
-        """The prefix of the home of every block but the first members'."""
-        return self._without(self.size)
+    def row(self) -> array[int]:
+        """The compile prefix and all companions; every home's prefix is a beginning of it."""
+        return self._prefixes[-1]
 
     def of(self, body: array[int]) -> array[int]:
         """The prefix of the home of the block `body`."""
-        own = (i for i, member in enumerate(self.members) if begin_alike(member, body))
-        prefix = self._without(min(next(own, self.size), self.size))
-        is_too_long = self.max_len is not None and len(prefix) + len(body) > self.max_len
-        return self.base if is_too_long else prefix
-
-    def _without(self, member: int) -> array[int]:
-        made = self._made.get(member)
-        if made is None:
-            others = [m for i, m in enumerate(self.members) if i != member][: self.size]
-            made = self.base
-            for other in others:
-                made = made + other
-            self._made[member] = made
-        return made
+        own = (i for i, companion in enumerate(self._companions) if begin_alike(companion, body))
+        prefix = self._prefixes[next(own, -1)]
+        is_too_long = self._max_len is not None and len(prefix) + len(body) > self._max_len
+        return self._prefixes[0] if is_too_long else prefix
 
 
 def compile_prefix(
@@ -114,17 +110,15 @@ def homes(
     continues the compile prefix, companions at their place), because there its KV is an exact prefix. With
     `all_blocks` (a prompt that is not going to run) the latter are kept.
     """
-    common = front.common
-    num_exact = 0 if all_blocks else num_shared(tokens, common)
+    num_exact = 0 if all_blocks else num_shared(tokens, front.row)
     found = []
     for i, span in enumerate(spans):
         if len(span) < min_block_tokens or span.end <= num_exact:
             continue
         body = tokens[span.start : span.end]
         prefix = front.of(body)
-        # at home in this very prompt; what stands behind other members is so only if those are computed for it alone
-        is_home = (prefix is common or prefix is front.base) and span.start == len(prefix) <= num_exact
-        if all_blocks or not (span.start == 0 or is_home):
+        is_home = span.start == 0 or span.start == len(prefix) <= num_exact
+        if all_blocks or not is_home:
             found.append(Home(i, span, prefix, body))
     return found
 

@@ -45,40 +45,39 @@ class TestWhoStandsInFront:
     def company(self, size=2, **values):
         return Company(size, pool_size=values.pop("pool_size", 10**6))
 
-    def test_the_first_documents_stand_in_front_of_all_others_and_of_each_other(self):
+    def test_the_first_documents_stand_in_front_of_all_others_and_are_at_home_in_their_row(self):
         company = self.company()
-        assert company.join(PLAIN, LEADING, DOCS[:5])
+        company.join(PLAIN, LEADING, DOCS[:5])
         front = company.front(PLAIN, LEADING)
-        assert front.common == joined(LEADING, DOCS[0], DOCS[1])
-        assert front.of(DOCS[0]) == joined(LEADING, DOCS[1], DOCS[2])
-        assert front.of(DOCS[1]) == joined(LEADING, DOCS[0], DOCS[2])
-        assert all(front.of(doc) is front.common for doc in DOCS[2:])
+        assert front.row == joined(LEADING, DOCS[0], DOCS[1])
+        assert front.of(DOCS[0]) == LEADING
+        assert front.of(DOCS[1]) == joined(LEADING, DOCS[0])
+        assert all(front.of(doc) is front.row for doc in DOCS[2:])
 
     def test_they_are_chosen_once(self):
         company = self.company()
-        company.join(PLAIN, LEADING, DOCS[:3])
+        company.join(PLAIN, LEADING, DOCS[:2])
         before = [company.front(PLAIN, LEADING).of(doc) for doc in DOCS]
-        assert not company.join(PLAIN, LEADING, reversed(DOCS))
+        company.join(PLAIN, LEADING, reversed(DOCS))
         assert [company.front(PLAIN, LEADING).of(doc) for doc in DOCS] == before
 
-    def test_only_the_first_members_move_while_there_are_fewer(self):
-        company = self.company()
-        company.join(PLAIN, LEADING, DOCS[:1])
-        assert company.front(PLAIN, LEADING).of(DOCS[0]) == LEADING
-        company.join(PLAIN, LEADING, DOCS[1:2])
-        assert company.front(PLAIN, LEADING).of(DOCS[1]) == joined(LEADING, DOCS[0])
-        company.join(PLAIN, LEADING, DOCS[2:3])
-        assert company.front(PLAIN, LEADING).of(DOCS[5]) == joined(LEADING, DOCS[0], DOCS[1])
+    def test_no_home_moves_while_the_row_grows(self):
+        company = self.company(4)
+        homes = []
+        for number, doc in enumerate(DOCS):
+            company.join(PLAIN, LEADING, [doc])
+            homes.append(company.front(PLAIN, LEADING).of(doc))
+            assert [company.front(PLAIN, LEADING).of(known) for known in DOCS[: number + 1]] == homes
+        assert homes[-1] == joined(LEADING, *DOCS[:4])
 
     @pytest.mark.parametrize("other", [Namespace("tenant", None), Namespace(None, "salt")])
     def test_another_tenant_s_documents_never_stand_in_front(self, other):
         company = self.company()
         company.join(other, LEADING, DOCS[:3])
         assert company.front(PLAIN, LEADING).of(DOCS[4]) == LEADING
-        assert company.members(PLAIN, LEADING) == ()
         company.join(PLAIN, LEADING, DOCS[3:6])
-        assert company.front(PLAIN, LEADING).common == joined(LEADING, DOCS[3], DOCS[4])
-        assert company.front(other, LEADING).common == joined(LEADING, DOCS[0], DOCS[1])
+        assert company.front(PLAIN, LEADING).row == joined(LEADING, DOCS[3], DOCS[4])
+        assert company.front(other, LEADING).row == joined(LEADING, DOCS[0], DOCS[1])
 
     def test_each_compile_prefix_has_companions_of_its_own(self):
         company = self.company()
@@ -88,45 +87,48 @@ class TestWhoStandsInFront:
     def test_a_text_that_goes_on_is_no_company_for_itself(self):
         company = self.company()
         company.join(PLAIN, LEADING, [DOCS[0][:40], DOCS[0], DOCS[1]])
-        assert company.members(PLAIN, LEADING) == (DOCS[0][:40], DOCS[1])
+        assert company.front(PLAIN, LEADING).row == joined(LEADING, DOCS[0][:40], DOCS[1])
 
     def test_of_a_long_document_a_bounded_part_stands_in_front(self, monkeypatch):
         monkeypatch.setattr(company_room, "MAX_COMPANION_TOKENS", 8)
         company = self.company()
         company.join(PLAIN, LEADING, DOCS[:3])
-        assert company.front(PLAIN, LEADING).common == joined(LEADING, DOCS[0][:8], DOCS[1][:8])
-        assert company.front(PLAIN, LEADING).of(DOCS[1]) == joined(LEADING, DOCS[0][:8], DOCS[2][:8])
+        front = company.front(PLAIN, LEADING)
+        assert front.row == joined(LEADING, DOCS[0][:8], DOCS[1][:8])
+        assert front.of(DOCS[1]) == joined(LEADING, DOCS[0][:8])
 
     def test_companions_take_a_bounded_share_of_the_pool(self):
         company = self.company(pool_size=640)
         company.join(PLAIN, LEADING, DOCS[:3])
-        assert len(company.front(PLAIN, LEADING).common) - len(LEADING) <= 640 / 16
-        assert Company(2, pool_size=10).join(PLAIN, LEADING, DOCS) is False
+        assert len(company.front(PLAIN, LEADING).row) - len(LEADING) == 640 / 16
+        none = self.company(pool_size=10)
+        none.join(PLAIN, LEADING, DOCS)
+        assert none.front(PLAIN, LEADING).of(DOCS[5]) == LEADING
 
     def test_what_is_remembered_is_bounded_and_the_latest_stay(self, monkeypatch):
-        monkeypatch.setattr(company_room, "MAX_MEMBER_TOKENS", 320)
+        monkeypatch.setattr(company_room, "MAX_ROW_TOKENS", 220)
         company = self.company()
         for i in range(4):
             company.join(PLAIN, LEADING[: 10 + i], DOCS[:3])
             company.front(PLAIN, LEADING[:10])  # asked for all the time
-        known = [bool(company.members(PLAIN, LEADING[: 10 + i])) for i in range(4)]
+        known = [len(company.front(PLAIN, LEADING[: 10 + i]).row) > 10 + i for i in range(4)]
         assert known == [True, False, False, True]
         company.forget()
-        assert not company.members(PLAIN, LEADING[:10])
+        assert company.front(PLAIN, LEADING[:10]).row == LEADING[:10]
 
     def test_the_operator_s_text_stands_in_front_of_all_tenants_documents(self):
         text = array("q", range(500, 520))
         company = Company(text, pool_size=10**6)
-        assert not company.join(PLAIN, LEADING, DOCS)
+        company.join(PLAIN, LEADING, DOCS)
         for namespace in (PLAIN, Namespace("tenant", None)):
             front = company.front(namespace, LEADING)
-            assert front.of(DOCS[0]) is front.common
-            assert front.common == joined(LEADING, text)
+            assert front.of(DOCS[0]) is front.row
+            assert front.row == joined(LEADING, text)
 
     def test_a_home_that_its_companions_would_make_too_long_goes_without(self):
-        front = Front(LEADING, tuple(DOCS[:3]), 2, max_len=20 + 100 + 49)
-        assert front.of(DOCS[3]) is LEADING
-        assert front.of(DOCS[3][:40]) is front.common
+        front = Front(LEADING, DOCS[:2], max_len=20 + 100 + 49)
+        assert front.of(DOCS[3]) == LEADING
+        assert front.of(DOCS[3][:40]) is front.row
 
 
 class TestHomesOfRequests:
@@ -142,14 +144,12 @@ class TestHomesOfRequests:
         assert all(job.home.prefix == tokens[: spans[1].end] for job in jobs)
         assert req.blockreuse.usage.compiled_tokens == 100
 
-    def test_later_every_block_has_a_home_in_company(self):
+    def test_later_every_block_has_a_home_behind_those_that_came_before_it(self):
         manager = manager_of(CountingTree(), company=2)
         homes_for(manager, 0, 1, 2, 3, 4)
+        row = joined(LEADING, DOCS[0], DOCS[1])
         found = homes_for(manager, 4, 1, 5, 0)
-        common = joined(LEADING, DOCS[0], DOCS[1])
-        assert found[4] == found[5] == common
-        assert found[1] == joined(LEADING, DOCS[0], DOCS[2])
-        assert found[0] == joined(LEADING, DOCS[1], DOCS[2])
+        assert found == {4: row, 5: row, 1: joined(LEADING, DOCS[0]), 0: LEADING}
 
     def test_a_home_is_where_it_was_whatever_comes_later(self):
         manager = manager_of(CountingTree(), company=2)
@@ -162,65 +162,57 @@ class TestHomesOfRequests:
         manager = manager_of(CountingTree(), company=2)
         homes_for(manager, 0, 1, 2, 3)
         assert homes_for(manager, 5) == {}
-        # and as it will never stand behind another there, it is nobody's companion
+        # and as nothing stands behind it there, it is nobody's companion
         alone = manager_of(CountingTree(), company=2)
         homes_for(alone, 5)
-        assert homes_for(alone, 0, 1, 2, 3)[3] == joined(LEADING, DOCS[0], DOCS[1])
+        assert homes_for(alone, 0, 1, 2, 3) == {3: joined(LEADING, DOCS[0], DOCS[1])}
 
     def test_a_foreign_tenant_s_documents_are_in_no_home(self):
         manager = manager_of(CountingTree(), company=2)
         for foreign in ({"cache_salt": "b"}, {"extra_key": "b"}):
             homes_for(manager, 0, 1, 2, 3, **foreign)
-        found = homes_for(manager, 4, 5, 6, 7)
-        assert found == {7: joined(LEADING, DOCS[4], DOCS[5])}
+        assert homes_for(manager, 4, 5, 6, 7) == {7: joined(LEADING, DOCS[4], DOCS[5])}
 
     def test_without_company_nothing_stands_between(self):
         found = homes_for(manager_of(CountingTree(), company=0), 0, 1, 2, 3)
-        assert set(found) == {1, 2, 3}
-        assert all(prefix == LEADING for prefix in found.values())
+        assert found == {1: LEADING, 2: LEADING, 3: LEADING}
 
     def test_a_prompt_without_leading_text_has_company_too(self):
         manager = manager_of(CountingTree(), company=2)
         nothing = array("q")
+        row = joined(DOCS[0], DOCS[1])
         # with no text in front the prompt begins as the homes do
-        assert homes_for(manager, 0, 1, 2, 3, leading=nothing) == {3: joined(DOCS[0], DOCS[1])}
-        found = homes_for(manager, 4, 3, 1, leading=nothing)
-        assert found == {3: joined(DOCS[0], DOCS[1]), 1: joined(DOCS[0], DOCS[2])}
+        assert homes_for(manager, 0, 1, 2, 3, leading=nothing) == {3: row}
+        assert homes_for(manager, 4, 3, 1, leading=nothing) == {3: row, 1: DOCS[0]}
 
     @pytest.mark.parametrize("compile", ["off", "manual"])
     def test_requests_that_compile_nothing_choose_nobody(self, compile):
         manager = manager_of(CountingTree(), company=2, compile=compile)
         assert set(map(len, homes_for(manager, 0, 1, 2, 3).values())) == {len(LEADING)}
 
-    def test_compile_requests_choose_and_what_they_move_is_compiled_with_them(self):
+    def test_what_compile_requests_compile_one_by_one_is_where_others_look_for_it(self):
         manager = manager_of(CountingTree(), company=2, compile="manual")
-        for doc in range(2):
+        made = {}
+        for doc in range(4):
             tokens, spans = prompt_of(doc)
-            manager.accept(request(tokens, spans, mode="compile", rid=f"c{doc}"), max_prompt_len=10**6)
-        tokens, spans = prompt_of(2)
-        jobs = manager.accept(request(tokens, spans, mode="compile", rid="c2"), max_prompt_len=10**6)
-        made = {tuple(job.home.body): job.home.prefix for job in jobs}
-        # an ordinary request looks for all three where they are now
-        found = homes_for(manager, 3, 2, 1, 0)
-        for doc in (0, 1, 2):
-            assert made[tuple(DOCS[doc])] == found[doc]
-        assert manager.accept(request(tokens, spans, mode="compile", rid="c3"), max_prompt_len=10**6) == []
+            jobs = manager.accept(request(tokens, spans, mode="compile", rid=f"c{doc}"), max_prompt_len=10**6)
+            (made[doc],) = [job.home.prefix for job in jobs]
+        assert homes_for(manager, 3, 2, 1, 0) == made
 
     def test_an_emptied_tree_chooses_anew(self):
         manager = manager_of(CountingTree(), company=2)
         homes_for(manager, 0, 1, 2, 3)
         manager.arrivals.tree_emptied()
-        assert homes_for(manager, 4, 5, 6, 7)[7] == joined(LEADING, DOCS[4], DOCS[5])
+        assert homes_for(manager, 4, 5, 6, 7) == {7: joined(LEADING, DOCS[4], DOCS[5])}
 
-    def test_homes_behind_different_members_wait_for_whoever_computes_what_they_share(self):
+    def test_homes_wait_for_whoever_computes_what_stands_in_front_of_them(self):
         manager = manager_of(CountingTree(), company=2)
-        homes_for(manager, 0, 1, 2, 3)
-        tokens, spans = prompt_of(4, 0, 5, 6)
-        jobs = manager.accept(request(tokens, spans, rid="later"), max_prompt_len=10**6)
-        first, member, *others = jobs
+        homes_for(manager, 0, 1, 2)
+        tokens, spans = prompt_of(4, 1, 5, 6)
+        first, companion, *others = manager.accept(request(tokens, spans, rid="later"), max_prompt_len=10**6)
         assert first.waits_for == ()
-        assert member.waits_for == (first.request_id,)
-        assert {job.waits_for for job in others} == {(first.request_id,)}
+        assert companion.home.body == DOCS[1]
+        assert {job.waits_for for job in (companion, *others)} == {(first.request_id,)}
 
     @pytest.mark.parametrize(("room", "expected"), [(1, (2, None)), (-1, (0, "pool_too_small"))])
     def test_the_pool_is_asked_for_companions_too(self, room, expected):

@@ -70,7 +70,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME",
         help="what homes are compiled behind (default: as the server is configured, documents seen in another order)",
     )
-    parser.add_argument("--policies", nargs="+", default=list(POLICIES), metavar="NAME")
+    parser.add_argument(
+        "--policies",
+        nargs="+",
+        default=list(POLICIES),
+        metavar="NAME[@SHARE]",
+        help="with a share of its own a policy is measured at that one only, as a control is",
+    )
     parser.add_argument("--budgets", nargs="+", type=float, default=list(BUDGETS), metavar="SHARE")
     parser.add_argument("--split", choices=SPLITS, default="calibration", help="default: calibration")
     parser.add_argument("--seed", type=int, default=0, help="of the contexts, within the split")
@@ -93,11 +99,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def arms_of(policies: Sequence[str], budgets: Sequence[float]) -> list[Arm]:
-    """No repair first: with nothing repaired every policy is the same."""
-    return [
-        Arm("none", 0.0),
-        *(Arm(policy, budget) for budget in budgets if budget > 0 for policy in policies),
-    ]
+    """No repair first: with nothing repaired every policy is the same.
+
+    Raises:
+        ValueError: what stands behind a policy's @ is no number.
+    """
+    arms = [Arm("none", 0.0)]
+    for word in policies:
+        policy, at, own = word.partition("@")
+        arms += [Arm(policy, budget) for budget in ([float(own)] if at else budgets) if budget > 0]
+    return arms
 
 
 def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:

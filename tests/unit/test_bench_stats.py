@@ -7,6 +7,7 @@ import random
 import statistics
 
 import pytest
+import quality
 import report_quality
 import report_serving
 from bench_records import measurement, usage
@@ -138,6 +139,11 @@ class TestProblems:
     )
     def test_others_are_none(self, found, message):
         assert message in problem(CONTEXT, MeterArm("seam", 0.05), found, homes=HOMES["leading"])
+
+
+def test_a_control_is_measured_at_a_share_of_its_own():
+    arms = quality.arms_of(["query", "random@0.05"], [0.0, 0.05, 0.1])
+    assert [arm.name for arm in arms] == ["none 0", "query 0.05", "query 0.1", "random 0.05"]
 
 
 class TestGate:

@@ -79,8 +79,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--budgets", nargs="+", type=float, default=list(BUDGETS), metavar="SHARE")
     parser.add_argument("--split", choices=SPLITS, default="calibration", help="default: calibration")
-    parser.add_argument("--seed", type=int, default=0, help="of the contexts, within the split")
-    parser.add_argument("--per-category", type=int, default=5, help="contexts of each category (default: 5)")
+    parser.add_argument(
+        "--seed", nargs="+", type=int, default=[0], help="of the contexts, within the split (default: 0)"
+    )
+    parser.add_argument(
+        "--per-category", type=int, default=5, help="contexts of each category and seed (default: 5)"
+    )
     parser.add_argument("--categories", nargs="+", default=list(CATEGORIES), choices=CATEGORIES)
     parser.add_argument(
         "--new-tokens", type=int, default=24, help="tokens of the oracle's answer (default: 24)"
@@ -115,13 +119,17 @@ def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(launch.model_of(options))
-    contexts = make_contexts(
-        tokenizer,
-        split=options.split,
-        seed=options.seed,
-        per_category=options.per_category,
-        categories=options.categories,
-    )
+    contexts = [
+        context
+        for seed in options.seed
+        for context in make_contexts(
+            tokenizer,
+            split=options.split,
+            seed=seed,
+            per_category=options.per_category,
+            categories=options.categories,
+        )
+    ]
     end = EndOfTurn(tokenizer.eos_token_id, tokenizer.eos_token)
     arms = arms_of(options.policies, options.budgets)
     log = Log(options.out / "quality.jsonl")

@@ -97,29 +97,52 @@ def quality(found: Sequence[Record]) -> str:
     budgets = sorted({budget for _, policy, budget in arms if policy != "none"})
     last = budgets[-1]
     lines = [
-        f"| homes behind | policy | nothing repaired | {' | '.join(f'{100 * b:g} %' for b in budgets)} "
+        f"| homes behind | contexts | policy | nothing repaired | {' | '.join(f'{100 * b:g} %' for b in budgets)} "
         f"| same top token at {100 * last:g} % |",
-        "|---|---|---|" + "---|" * (len(budgets) + 1),
+        "|---|---|---|---|" + "---|" * (len(budgets) + 1),
     ]
-    for homes, policy in _best_first({(h, p) for h, p, _ in arms if p != "none"}, measured, baseline, last):
-        cells = [
-            report_quality.share_text(mine, baseline) if mine else "–"
-            for arm in [("none", 0.0), *((policy, budget) for budget in budgets)]
-            for mine in [report_quality.of_arm(measured, homes, *arm, forced="oracle")]
-        ]
+    kinds = _best_first({(h, p) for h, p, _ in arms if p != "none"}, measured, baseline)
+    for homes, policy in kinds:
+        none = report_quality.of_arm(measured, homes, "none", 0.0, forced="oracle")
+        cells = [report_quality.share_text(none, baseline)]
+        for budget in budgets:
+            mine = report_quality.of_arm(measured, homes, policy, budget, forced="oracle")
+            # a control may be measured at one budget only, or on some of the contexts
+            cells.append(report_quality.share_text(mine, baseline) if len(mine) == len(none) else "–")
         most = report_quality.of_arm(measured, homes, policy, last, forced="oracle")
-        lines.append(f"| {homes} | `{policy}` | {' | '.join(cells)} | {_top1(most)} |")
-    lines += ["", report_quality.counts(measured), "", where(found[0], seed=found[0]["options"]["seed"])]
+        top = _top1(most) if len(most) == len(none) else "–"
+        lines.append(f"| {homes} | {len(none)} | `{policy}` | {' | '.join(cells)} | {top} |")
+    lines += ["", report_quality.counts(measured), *_gains(measured, baseline, kinds), ""]
+    lines.append(where(found[0], seed=report_quality.seeds_of(found)))
     return "\n".join(lines)
 
 
+def _gains(
+    measured: Sequence[Record], baseline: dict[str, float], kinds: Sequence[tuple[str, str]]
+) -> list[str]:
+    """What the best homes and policy gain over the others at 5 %, context by context."""
+    best = (*kinds[0], 0.05)
+    others = [
+        *((homes, best[1], 0.05) for homes in dict.fromkeys(h for h, _ in kinds) if homes != best[0]),
+        *((best[0], policy, 0.05) for homes, policy in kinds if homes == best[0] and policy != best[1]),
+    ]
+    found = [
+        f"{report_quality.gain(measured, baseline, best, other).text(scale=100)} over `{other[1]}` behind {other[0]}"
+        for other in others
+        if report_quality.of_arm(measured, *other)
+    ]
+    if not found:
+        return []
+    return ["", f"Points that `{best[1]}` behind {best[0]} gains at 5 %, paired: {'; '.join(found)}."]
+
+
 def _best_first(
-    kinds: set[tuple[str, str]], measured: Sequence[Record], baseline: dict[str, float], budget: float
+    kinds: set[tuple[str, str]], measured: Sequence[Record], baseline: dict[str, float]
 ) -> list[tuple[str, str]]:
-    """(homes, policy): those next to each other whose homes are the same, the best at a budget first."""
+    """(homes, policy): those next to each other whose homes are the same, the best at 5 % first."""
 
     def value(kind: tuple[str, str]) -> float:
-        mine = report_quality.of_arm(measured, *kind, budget, forced="oracle")
+        mine = report_quality.of_arm(measured, *kind, 0.05, forced="oracle")
         return report_quality.share(mine, baseline).value if mine else -1.0
 
     best = {homes: max(value(kind) for kind in kinds if kind[0] == homes) for homes, _ in kinds}
@@ -270,7 +293,7 @@ def attention(found: Sequence[Record]) -> str:
     return "\n".join([*lines, "", where(run)])
 
 
-def where(run: Record, *, seed: int | None = None) -> str:
+def where(run: Record, *, seed: int | str | None = None) -> str:
     """Small print under a table."""
     environment = run["environment"]
     hardware, packages = environment["hardware"], environment["packages"]

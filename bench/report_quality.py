@@ -56,9 +56,16 @@ def heading(records: Sequence[Record]) -> str:
         return "### Quality"
     options = run["options"]
     return (
-        f"### Quality: {options['split']} contexts, seed {options['seed']}\n\n"
+        f"### Quality: {options['split']} contexts, seed {seeds_of(records)}\n\n"
         f"{machine(run)}; blocks {options['blocks'] or 'default'}"
     )
+
+
+def seeds_of(records: Sequence[Record]) -> str:
+    """The seeds of all runs in these records; a run may have several."""
+    seeds = [r["options"]["seed"] for r in records if r["record"] == "quality"]
+    flat = [one for seed in seeds for one in (seed if isinstance(seed, list) else [seed])]
+    return ", ".join(map(str, dict.fromkeys(flat)))
 
 
 def machine(run: Record) -> str:
@@ -86,9 +93,9 @@ def main_table(measured: Sequence[Record], baseline_name: str, baseline: dict[st
     lines = [
         f"Gap: KL of *{baseline_name}*. Intervals: 95 %, bootstrap over contexts.",
         "",
-        "| homes behind | policy | budget | recomputed, measured | KL per token | share of the gap (%) | top-1 (%) "
-        "| whole answer (%) | exact value (%) | NLL of the value |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| homes behind | policy | budget | contexts | recomputed, measured | KL per token | share of the gap (%) "
+        "| top-1 (%) | whole answer (%) | exact value (%) | NLL of the value |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for homes, policy, budget in arms_of(measured):
         mine = of_arm(measured, homes, policy, budget)
@@ -98,6 +105,7 @@ def main_table(measured: Sequence[Record], baseline_name: str, baseline: dict[st
             "–" if policy == "full" else homes,
             policy,
             f"{100 * budget:g} %",
+            str(len(oracle)),
             f"{100 * statistics.fmean(ratio_of(r) for r in oracle):.1f} %",
             kl_estimate(oracle).text(digits=4),
             share_text(oracle, baseline),
@@ -170,6 +178,29 @@ def plot(records: Sequence[Record], path: Path) -> None:
 def share(records: Sequence[Record], baseline: dict[str, float]) -> Estimate:
     pairs = [(sum(r["kl"]), baseline[r["context"]]) for r in records if r["context"] in baseline]
     return bootstrap(pairs, gap_share)
+
+
+def gain(
+    measured: Sequence[Record],
+    baseline: dict[str, float],
+    mine: tuple[str, str, float],
+    other: tuple[str, str, float],
+) -> Estimate:
+    """How much more of the gap one (homes, policy, budget) closes than another, on the contexts that both have.
+
+    Raises:
+        ValueError: they have none in common.
+    """
+    kl = [
+        {r["context"]: sum(r["kl"]) for r in of_arm(measured, *arm, forced="oracle")} for arm in (mine, other)
+    ]
+    both = sorted(kl[0].keys() & kl[1].keys() & baseline.keys())
+    triples = [(kl[0][name], kl[1][name], baseline[name]) for name in both]
+
+    def difference(some: Sequence[tuple[float, float, float]]) -> float:
+        return gap_share([(a, base) for a, _, base in some]) - gap_share([(b, base) for _, b, base in some])
+
+    return bootstrap(triples, difference)
 
 
 def share_text(records: Sequence[Record], baseline: dict[str, float]) -> str:

@@ -34,7 +34,7 @@ class BlocksConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_o
     compile_prefix: Literal["auto", "leading", "bos", "none"] = "auto"
     compile_prefix_text: str | None = None  # one neutral text for all requests, in place of compile_prefix
     # how many other documents stand between compile prefix and block in a home, or a text of your own in their place
-    company: int | str = 0
+    company: int | str = 2
     separator: str | None = None  # text that stands between documents; cut out of the prompt
     parts: bool = False  # text parts of a chat message with at least two of them are blocks
     auto: bool = False  # find blocks in unmarked prompts: what was served exactly before

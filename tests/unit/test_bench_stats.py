@@ -6,9 +6,9 @@ import math
 import random
 import statistics
 
+import published_tables
 import pytest
 import quality
-import readme_tables
 import report_quality
 import report_serving
 from bench_records import measurement, usage
@@ -335,7 +335,7 @@ class TestHomesOfTheBenchmark:
 
     def test_a_cell_of_fewer_contexts_is_left_out_of_the_table(self):
         run = {"record": "quality", "environment": ENVIRONMENT, "options": {"seed": [1, 2]}}
-        table = readme_tables.quality([run, *self.records()])
+        table = published_tables.quality([run, *self.records()])
         (seam,) = [line for line in table.splitlines() if "| `seam` |" in line]
         assert seam.split("|")[1:6] == [" library-2 ", " 4 ", " `seam` ", " 60 [60, 60] ", " – "]
         assert "gains at 5 %, paired: 20 [20, 20] over `query` behind leading" in table

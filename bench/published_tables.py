@@ -188,9 +188,10 @@ def quality(found: Sequence[Record]) -> str:
         for budget in budgets:
             mine = report_quality.of_arm(measured, homes, policy, budget, forced="oracle")
             # a control may be measured at one budget only, or on some of the contexts
-            cells.append(report_quality.share_text(mine, baseline) if len(mine) == len(none) else "–")
+            is_whole = report_quality.is_whole(measured, homes, mine)
+            cells.append(report_quality.share_text(mine, baseline) if is_whole else "–")
         most = report_quality.of_arm(measured, homes, policy, last, forced="oracle")
-        top = _top1(most) if len(most) == len(none) else "–"
+        top = _top1(most) if report_quality.is_whole(measured, homes, most) else "–"
         lines.append(f"| {homes} | {len(none)} | `{policy}` | {' | '.join(cells)} | {top} |")
     lines += ["", report_quality.counts(measured), *_gains(measured, baseline, kinds), ""]
     lines.append(where(found[0], seed=report_quality.seeds_of(found)))

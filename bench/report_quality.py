@@ -151,7 +151,8 @@ def plot(records: Sequence[Record], path: Path) -> None:
     curves: dict[tuple[str, str], list[tuple[float, Estimate]]] = {}
     for homes, policy, budget in arms_of(measured):
         mine = of_arm(measured, homes, policy, budget, forced="oracle")
-        if policy != "full" and homes != "alone" and any(r["context"] in baseline for r in mine):
+        is_curve = policy != "full" and homes != "alone" and is_whole(measured, homes, mine)
+        if is_curve and any(r["context"] in baseline for r in mine):
             point = (100 * statistics.fmean(ratio_of(r) for r in mine), share(mine, baseline))
             curves.setdefault((homes, policy), []).append(point)
     starts = {homes: curves.pop((homes, policy)) for homes, policy in list(curves) if policy == "none"}
@@ -173,6 +174,11 @@ def plot(records: Sequence[Record], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def is_whole(measured: Sequence[Record], homes: str, mine: Sequence[Record]) -> bool:
+    """Whether an arm was measured on all contexts of its homes; otherwise it stands beside others of other contexts."""
+    return len(mine) == len(of_arm(measured, homes, "none", 0.0, forced="oracle"))
 
 
 def share(records: Sequence[Record], baseline: dict[str, float]) -> Estimate:

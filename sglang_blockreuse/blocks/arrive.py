@@ -43,7 +43,7 @@ class Arrivals:
         pool_size: int,
         off_reason: str | None,
         neutral_prefix: tuple[int, ...] | None,
-        company_text: tuple[int, ...] | None = None,
+        company_text: tuple[int, ...] | None = None,  # tokens of blocks.company, where it is a text
         shared_kv: SharedKv | None = None,
         index_secret: str | None = None,
     ) -> None:
@@ -56,8 +56,8 @@ class Arrivals:
         self._off_reason = off_reason
         # tokens of blocks.compile_prefix_text
         self._neutral_prefix = None if neutral_prefix is None else array("q", neutral_prefix)
-        wanted = array("q", company_text) if company_text else config.company
-        self._company = Company(wanted if isinstance(wanted, array) else int(wanted), pool_size=pool_size)
+        wanted = config.company if isinstance(config.company, int) else array("q", company_text or ())
+        self._company = Company(wanted, pool_size=pool_size)
         self._shared_kv = shared_kv
         searches = config.auto or config.compile == "harvest"
         secret = int(index_secret or secrets.token_hex(16), 16)

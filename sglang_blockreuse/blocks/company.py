@@ -11,8 +11,9 @@ at home where it stands in that row, behind those that came before it; all other
 
     companions a b      home of a: prefix a      home of b: prefix a b      of any other: prefix a b other
 
-So nothing moves when the next one joins, all homes lie behind one row, and that row is the beginning of the very
-prompt that brought it: at first sight it costs nothing that the prompt does not. They are chosen once and stay.
+So nothing moves when the next one joins, and no token is computed or kept for the row that would not be without it:
+it consists of the companions' own homes, and at first sight it is the beginning of the very prompt that brings them.
+They are chosen once and stay.
 
 They are known by namespace: no tenant's text is ever part of what another reads.
 """

@@ -51,6 +51,17 @@ def test_the_first_documents_are_companions_and_cost_the_first_prompt_nothing(se
     assert found["compiled_tokens"] == found["reused_tokens"] == sum(LIBRARY.doc_lens[3:])
 
 
+def test_company_takes_no_room_and_no_computing_of_its_own(server):
+    """The row consists of the companions' own homes: every token of the library is computed and kept once."""
+    ids, spans = LIBRARY.prompt((0, 1, 2, 3, 4))
+    params = {"blockreuse_spans": spans, "blockreuse_mode": "compile"}
+    answer = server.generate(input_ids=ids, sampling_params={"max_new_tokens": 1, "custom_params": params})
+    assert usage(answer)["compiled_tokens"] == sum(LIBRARY.doc_lens)
+    wait_until_idle(server)
+    pool = state_of(server)["pool"]
+    assert pool["size"] - pool["free"] == SYSTEM + sum(LIBRARY.doc_lens)
+
+
 def test_every_block_has_one_home_and_is_compiled_once(server):
     send(server, (0, 1, 2, 3, 4))
     before = homes(server)

@@ -140,10 +140,11 @@ def settings_of(records: Sequence[dict[str, Any]], *, alpha: float, beta: float)
     """Points of the curve from the records of one quality run."""
     measured = [r for r in records if r["record"] == "measurement" and r["forced"] == "oracle"]
     _, baseline = report_quality.baseline_of(measured)
-    arms = {(r["policy"], r["budget"]) for r in measured if not r["alone"]} - {("none", 0.0), ("full", 1.0)}
+    measured = [r for r in measured if report_quality.homes_of(r) != "alone"]
+    arms = {(r["policy"], r["budget"]) for r in measured} - {("none", 0.0), ("full", 1.0)}
     found = []
     for policy, budget in sorted(arms):
-        mine = [r for r in measured if (r["policy"], r["budget"], r["alone"]) == (policy, budget, False)]
+        mine = [r for r in measured if (r["policy"], r["budget"]) == (policy, budget)]
         mine = [r for r in mine if r["context"] in baseline]
         found.append(
             Setting(

@@ -26,6 +26,26 @@ PLACES = (
     "Quillby",
     "Asker",
 )
+# for documents of a context's library, which must not contradict those of its prompt
+OTHER_LAST_NAMES = (
+    "Abbing", "Brandis", "Colefax", "Drury", "Engel", "Fenwick", "Garland", "Hollis", "Ingram", "Jardine", "Kimber",
+    "Lockyer", "Marlow", "Nesbit", "Orchard", "Penrose", "Radley", "Stroud", "Thirsk", "Umber", "Vance", "Weldon",
+)  # fmt: skip
+OTHER_OFFICES = (
+    "mint", "canal", "fire", "census", "quarry", "lamp", "ferry", "hospital", "theatre", "bridge", "garden", "prison",
+)  # fmt: skip
+OTHER_PLACES = (
+    "Bellmoor",
+    "Corvane",
+    "Dunwick",
+    "Elstow",
+    "Fjelby",
+    "Garsten",
+    "Hallow",
+    "Ivernau",
+    "Kestrin",
+    "Lomond",
+)
 
 # chapters: what the two main characters do; {a} and {b} are theirs, {place} is the book's
 PLOT = (

@@ -27,6 +27,9 @@ from context_texts import (
     LAST_NAMES,
     MEMORIES,
     OFFICES,
+    OTHER_LAST_NAMES,
+    OTHER_OFFICES,
+    OTHER_PLACES,
     PLACES,
     PLOT,
     SMALL_TALK,
@@ -39,6 +42,7 @@ SPLITS = {"calibration": 1_000_000, "held-out": 2_000_000}
 MAX_PROMPT_TOKENS = 3000
 MIN_BLOCKS, MAX_BLOCKS = 5, 10
 MIN_TOKENS, MAX_TOKENS = 130, 380  # of a block, as far as its items reach
+LIBRARY_BLOCKS = MIN_BLOCKS
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,9 @@ class Context:
     category: str
     prompt: Prompt
     reference_ids: tuple[int, ...]  # the known value, as it follows the prompt; empty where none is known
+    library: Prompt | None = (
+        None  # other documents of the same kind behind the same text, LIBRARY_BLOCKS of them
+    )
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,19 @@ class Draft:
 
 
 @dataclass(frozen=True)
+class Words:
+    """What documents are about; a context and its library share none of it."""
+
+    last_names: tuple[str, ...] = LAST_NAMES
+    offices: tuple[str, ...] = OFFICES
+    places: tuple[str, ...] = PLACES
+    first_document: int = 0  # of the seed's
+
+
+OTHER_WORDS = Words(OTHER_LAST_NAMES, OTHER_OFFICES, OTHER_PLACES, MAX_BLOCKS)
+
+
+@dataclass(frozen=True)
 class Writer:
     """What a category needs to write a draft."""
 
@@ -69,6 +89,7 @@ class Writer:
     seed: int
     num_tokens: Callable[[str], int]
     frame: tuple[str, str, str]  # the chat template, see chat_frame
+    words: Words = Words()
 
     def num_blocks(self) -> int:
         return self.rng.randint(MIN_BLOCKS, MAX_BLOCKS)
@@ -113,7 +134,7 @@ def two_documents(w: Writer) -> Draft:
 
 
 def codes_and_names(w: Writer) -> Draft:
-    people = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
+    people = [f"{first} {last}" for first in FIRST_NAMES for last in w.words.last_names]
     w.rng.shuffle(people)
     names = iter(people)
     codes: dict[str, str] = {}
@@ -124,7 +145,7 @@ def codes_and_names(w: Writer) -> Draft:
             codes[name] = f"{letters}-{w.rng.randint(1000, 9999)}"
             yield f"{name}: locker {w.rng.randint(2, 99)}, access code {codes[name]}.\n"
 
-    offices = w.rng.sample(OFFICES, w.num_blocks())
+    offices = w.rng.sample(w.words.offices, w.num_blocks())
     blocks = [w.fill(f"Register of the {office} office\n", entries()) for office in offices]
     name = w.rng.choice([name for name in codes if any(codes[name] in block for block in blocks)])
     return w.chat(blocks, f"What is the access code of {name}?", f"The access code of {name} is", codes[name])
@@ -132,7 +153,7 @@ def codes_and_names(w: Writer) -> Draft:
 
 def continuation(w: Writer) -> Draft:
     a, b = w.rng.sample(FIRST_NAMES, 2)
-    place = w.rng.choice(PLACES)
+    place = w.rng.choice(w.words.places)
     plot = [sentence.format(a=a, b=b, place=place) for sentence in PLOT]
 
     def sentences() -> Iterator[str]:
@@ -154,7 +175,8 @@ def continuation(w: Writer) -> Draft:
 
 def chat(w: Writer) -> Draft:
     known: list[tuple[str, str, str, str]] = []  # what was told, question, lead, value
-    facts = iter(w.rng.sample([(p, m) for p in PLACES for m in MEMORIES], len(PLACES) * len(MEMORIES)))
+    places = w.words.places
+    facts = iter(w.rng.sample([(p, m) for p in places for m in MEMORIES], len(places) * len(MEMORIES)))
 
     def exchanges() -> Iterator[str]:
         while True:
@@ -186,7 +208,7 @@ def code(w: Writer) -> Draft:
                     name=name, title=name.capitalize(), number=w.rng.randint(11, 99), sep=w.rng.choice(",;|")
                 )
 
-    names = w.rng.sample(OFFICES, w.num_blocks())
+    names = w.rng.sample(w.words.offices, w.num_blocks())
     blocks = [w.fill(f"# file: {name}.py\n", parts(name), tail="\n\n") for name in names]
     constant = w.rng.choice(list(values))
     after = f"# file: tests/test_constants.py\n\n\ndef test_{constant.lower()}():\n    assert {constant} =="
@@ -225,23 +247,38 @@ def make_contexts(
             name = f"{category}/{split}/{seed}/{number}"
             # documents of their own for every context
             document_seed = SPLITS[split] + 1000 * seed + 100 * list(CATEGORIES).index(category) + number
-            contexts.append(_context(name, category, _draft(name, category, document_seed, frame, ids), ids))
+            draft = _draft(name, category, document_seed, frame, ids)
+            others = _draft(f"{name}/library", category, document_seed, frame, ids, OTHER_WORDS)
+            library = Draft(draft.before, others.blocks[:LIBRARY_BLOCKS], others.after, "")
+            contexts.append(_context(name, category, draft, library, ids))
     return contexts
 
 
 def _draft(
-    name: str, category: str, seed: int, frame: tuple[str, str, str], ids: Callable[[str], list[int]]
+    name: str,
+    category: str,
+    seed: int,
+    frame: tuple[str, str, str],
+    ids: Callable[[str], list[int]],
+    words: Words = Words(),
 ) -> Draft:
     """The first draft that is not too long."""
     for attempt in itertools.count():
-        writer = Writer(random.Random(f"{name}/{attempt}"), seed, lambda text: len(ids(text)), frame)
+        writer = Writer(random.Random(f"{name}/{attempt}"), seed, lambda text: len(ids(text)), frame, words)
         draft = CATEGORIES[category](writer)
         if len(ids(draft.before + "".join(draft.blocks) + draft.after)) <= MAX_PROMPT_TOKENS:
             return draft
     raise AssertionError("unreachable")
 
 
-def _context(name: str, category: str, draft: Draft, ids: Callable[[str], list[int]]) -> Context:
+def _context(
+    name: str, category: str, draft: Draft, library: Draft, ids: Callable[[str], list[int]]
+) -> Context:
+    reference = tuple(ids(draft.reference)) if draft.reference else ()
+    return Context(name, category, _prompt(draft, ids), reference, _prompt(library, ids))
+
+
+def _prompt(draft: Draft, ids: Callable[[str], list[int]]) -> Prompt:
     tokens, spans = ids(draft.before), []
     for block in draft.blocks:
         start = len(tokens)
@@ -250,14 +287,14 @@ def _context(name: str, category: str, draft: Draft, ids: Callable[[str], list[i
     tokens += ids(draft.after)
     documents = tuple(range(len(draft.blocks)))
     question = draft.after.strip().splitlines()[0]
-    prompt = Prompt(tuple(tokens), tuple(spans), documents, question, draft.reference.strip())
-    return Context(name, category, prompt, tuple(ids(draft.reference)) if draft.reference else ())
+    return Prompt(tuple(tokens), tuple(spans), documents, question, draft.reference.strip())
 
 
 def _documents(w: Writer) -> list[Document]:
     made = []
     for index in range(w.num_blocks()):
         low = w.length()
+        index += w.words.first_document
         made.append(make_document(index, seed=w.seed, num_tokens=w.num_tokens, low=low - 30, high=low))
     w.rng.shuffle(made)
     return made

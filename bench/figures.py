@@ -67,7 +67,12 @@ STAGES = (
     Stage("demo", ("demo", "--out", "{out}"), "results.json", "ttft.png"),
     Stage(
         "quality",
-        bench("quality", "--split held-out --per-category 4 --new-tokens 16 -- --dtype float32"),
+        bench(
+            "quality",
+            "--split held-out --seed 41 42 43 --per-category 2 --new-tokens 16 --oracle-only "
+            "--policies query seam@0.05 random@0.05 --budgets 0.025 0.05 0.1 --homes library-2 leading prompt-2 "
+            "-- --dtype float32",
+        ),
         "quality.jsonl",
         "quality.png",
     ),

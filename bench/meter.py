@@ -12,12 +12,14 @@ from typing import Any
 
 import requests
 from contexts import Context
+from homes import Homes
 from records import Log
 from tqdm import tqdm
 
 from sglang_blockreuse.config import BlocksConfig
 from sglang_blockreuse.demo.client import EndOfTurn, Position, Scored, score, usage_of
 from sglang_blockreuse.demo.compare import kl_divergence
+from sglang_blockreuse.demo.prompts import Prompt
 from sglang_blockreuse.server_process import Server
 
 NUM_TOP = 200  # tokens of the oracle that are compared one by one, at most; the others are one event
@@ -36,12 +38,10 @@ class Arm:
 
     policy: str  # none: nothing is repaired
     budget: float | None  # None: the server's
-    alone: bool = False  # homes are compiled without the text before the first block
 
     @property
     def name(self) -> str:
-        budget = "" if self.budget is None else f" {self.budget:g}"
-        return f"{self.policy}{budget}{' alone' if self.alone else ''}"
+        return self.policy if self.budget is None else f"{self.policy} {self.budget:g}"
 
 
 @dataclass(frozen=True)
@@ -58,17 +58,21 @@ class Forced:
 
 
 class Meter:
-    """Measures contexts on one server and writes every measurement to the log."""
+    """Measures contexts on one server and writes every measurement to the log.
 
-    def __init__(self, server: Server, *, end: EndOfTurn, log: Log, label: str) -> None:
+    homes: how the server compiles them.
+    """
+
+    def __init__(self, server: Server, *, homes: Homes, end: EndOfTurn, log: Log, label: str) -> None:
+        self._homes = homes
         self._server = server
         self._end = end
         self._log = log
         self._label = label
         self._knows_question = knows_question(server)
 
-    def oracle(self, context: Context, num_new_tokens: int) -> list[Forced]:
-        """The full prefill's greedy answer and the known one, with its distributions along both.
+    def oracle(self, context: Context, num_new_tokens: int, *, reference: bool = True) -> list[Forced]:
+        """The full prefill's greedy answer and, with `reference`, the known one; its distributions along both.
 
         Also logs the floor: how far a full prefill is from itself, computed in other pieces.
         """
@@ -79,7 +83,7 @@ class Meter:
         )
         ids = self._end.cut(answer["output_ids"])
         forced = [self._forced(context, "oracle", ids)]
-        if context.reference_ids and ids[: len(context.reference_ids)] != context.reference_ids:
+        if reference and context.reference_ids and ids[: len(context.reference_ids)] != context.reference_ids:
             forced.append(self._forced(context, "reference", context.reference_ids))
         self._server.flush_cache()
         for one in forced:
@@ -109,15 +113,16 @@ class Meter:
                     bar.update()
 
     def _show(self, context: Context) -> None:
-        """Let the server see the documents on an empty tree, by a request whose tau no measurement shares."""
+        """Let the server see the documents on an empty tree, by requests whose tau no measurement shares."""
         self._server.flush_cache()
-        marks = {
-            "blockreuse_spans": list(context.prompt.spans),
-            "blockreuse_policy": "seam",
-            "blockreuse_tau": 0,
-        }
+        earlier = self._homes.earlier(context)
+        for prompt in [context.prompt] if earlier is None else [earlier, context.prompt]:
+            self._show_prompt(prompt)
+
+    def _show_prompt(self, prompt: Prompt) -> None:
+        marks = {"blockreuse_spans": list(prompt.spans), "blockreuse_policy": "seam", "blockreuse_tau": 0}
         self._server.generate(
-            input_ids=list(context.prompt.input_ids),
+            input_ids=list(prompt.input_ids),
             sampling_params={"temperature": 0, "max_new_tokens": 1, "custom_params": marks},
         )
 
@@ -128,9 +133,8 @@ class Meter:
         params = self._params(context, arm)
         scored = ask(context, forced, params)
         seconds = time.perf_counter() - started
-        self._record(
-            context, arm, forced, scored, problem=problem(context, arm, scored.usage), seconds=seconds
-        )
+        found = problem(context, arm, scored.usage, homes=self._homes)
+        self._record(context, arm, forced, scored, problem=found, seconds=seconds)
 
     def _params(self, context: Context, arm: Arm) -> dict[str, Any]:
         params: dict[str, Any] = {}
@@ -214,7 +218,7 @@ class Meter:
                 "category": context.category,
                 "policy": arm.policy,
                 "budget": arm.budget,
-                "alone": arm.alone,
+                "homes": self._homes.name,
                 "forced": forced.kind,
                 "kl": [kl_divergence(p, q) for p, q in pairs],
                 "same_top": [p.top == q.top for p, q in pairs],
@@ -249,17 +253,24 @@ def covering(position: Position) -> Position:
     return Position(kept, position.top)
 
 
-def local_tokens(context: Context, arm: Arm) -> int:
-    """Tokens that only a home can serve: all blocks, but not the first where it continues the compile prefix.
+def local_tokens(context: Context, homes: Homes, prefix_len: int) -> int | None:
+    """Tokens behind the exact prefix that only a home can serve; None where the prefix is longer than it may be.
 
-    Short blocks are computed. On a server with another `min_block_tokens` a prompt of such blocks would be a problem.
+    The first block is exact where it stands as at home. Otherwise its first tokens may be, where another document in
+    front of which it could stand begins with the same. Short blocks are computed: on a server with another
+    `min_block_tokens` a prompt of such blocks would be a problem.
     """
     spans = context.prompt.spans
-    lengths = [end - start for start, end in zip(spans[::2], spans[1::2], strict=True)]
-    return sum(n for n in lengths[0 if arm.alone else 1 :] if n >= BlocksConfig().min_block_tokens)
+    blocks = list(zip(spans[::2], spans[1::2], strict=True))
+    if not homes.has_first:
+        prefix_len = blocks.pop(0)[1]
+    elif prefix_len >= blocks[0][1]:
+        return None
+    shortest = BlocksConfig().min_block_tokens
+    return sum(end - max(start, prefix_len) for start, end in blocks if end - start >= shortest)
 
 
-def problem(context: Context, arm: Arm, usage: dict[str, Any] | None) -> str | None:
+def problem(context: Context, arm: Arm, usage: dict[str, Any] | None, *, homes: Homes) -> str | None:
     """Why a measurement is none; None where it is one."""
     if usage is None:
         return "the server reports no meta_info.blockreuse"
@@ -267,7 +278,10 @@ def problem(context: Context, arm: Arm, usage: dict[str, Any] | None) -> str | N
         return f"reuse was skipped: {usage['skipped_reason']}"
     if arm.policy not in ("none", usage["policy"]):
         return f"policy {usage['policy']} chose what was repaired, not {arm.policy}"
-    found, expected = usage["reused_tokens"] + usage["repaired_tokens"], local_tokens(context, arm)
+    found = usage["reused_tokens"] + usage["repaired_tokens"]
+    expected = local_tokens(context, homes, usage["prefix_tokens"])
+    if expected is None:
+        return f"{usage['prefix_tokens']} tokens are an exact prefix, and with them the first block"
     if found != expected:
         return f"{found} reused and repaired tokens, but the blocks have {expected}"
     return None

@@ -1,14 +1,16 @@
 """How close answers on reused blocks come to a full prefill's, per policy and budget, through the real server.
 
     sglang-blockreuse bench quality --out DIR [--quick] [--split held-out] [--budgets 0.01 0.05] [--blocks beta=-1]
+    sglang-blockreuse bench quality --out DIR --homes leading library-2 prompt-2
     sglang-blockreuse bench quality --out DIR --url http://host:port [--baseline-url http://host:port]
 
 For every context the oracle is a full prefill of the same server (mode exact): its greedy answer is forced on every
 policy, and the next-token distributions are compared token by token. Forcing makes one request of each measurement,
 and a greedy answer equals a forced one exactly where the most probable tokens agree, so nothing else is generated.
 
-The gap is KL(oracle || no repair, homes compiled alone); a policy's share of it is 1 - KL / KL(no repair). The
-baseline needs a server of its own, with `compile_prefix: none`. Nothing is tuned on the held-out contexts.
+The gap is KL(oracle || no repair, homes compiled alone); a policy's share of it is 1 - KL / KL(no repair). What homes
+are compiled behind is a setting of the server, so each of --homes (homes.py has the words) has one of its own, and the
+baseline too, which comes first. Nothing is tuned on the held-out contexts.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from typing import Any
 import launch
 import report_quality
 from contexts import CATEGORIES, SPLITS, make_contexts
-from meter import Arm, Meter
+from homes import ALONE, HOMES, Homes, configured
+from meter import Arm, Forced, Meter
 from records import Log, plain
 from tqdm import tqdm
 
@@ -57,18 +60,42 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--quick", action="store_true", help="one context per category, one budget, short answers"
     )
     parser.add_argument("--url", help="a running server of ours, instead of starting one")
-    parser.add_argument("--baseline-url", help="a running server with compile_prefix: none, with --url")
-    parser.add_argument("--policies", nargs="+", default=list(POLICIES), metavar="NAME")
+    parser.add_argument(
+        "--baseline-url", help="a running server with compile_prefix: none and company: 0, with --url"
+    )
+    parser.add_argument(
+        "--homes",
+        nargs="+",
+        choices=[name for name in HOMES if name != ALONE.name],
+        metavar="NAME",
+        help="what homes are compiled behind (default: as the server is configured, documents seen in another order)",
+    )
+    parser.add_argument(
+        "--policies",
+        nargs="+",
+        default=list(POLICIES),
+        metavar="NAME[@SHARE]",
+        help="with a share of its own a policy is measured at that one only, as a control is",
+    )
     parser.add_argument("--budgets", nargs="+", type=float, default=list(BUDGETS), metavar="SHARE")
     parser.add_argument("--split", choices=SPLITS, default="calibration", help="default: calibration")
-    parser.add_argument("--seed", type=int, default=0, help="of the contexts, within the split")
-    parser.add_argument("--per-category", type=int, default=5, help="contexts of each category (default: 5)")
+    parser.add_argument(
+        "--seed", nargs="+", type=int, default=[0], help="of the contexts, within the split (default: 0)"
+    )
+    parser.add_argument(
+        "--per-category", type=int, default=5, help="contexts of each category and seed (default: 5)"
+    )
     parser.add_argument("--categories", nargs="+", default=list(CATEGORIES), choices=CATEGORIES)
     parser.add_argument(
         "--new-tokens", type=int, default=24, help="tokens of the oracle's answer (default: 24)"
     )
+    parser.add_argument(
+        "--oracle-only", action="store_true", help="the known answers are not forced: half of the time"
+    )
     parser.add_argument("--label", default="", help="a name for this configuration, kept in the records")
     options = parser.parse_args(argv)
+    if options.url and options.homes and len(options.homes) > 1:
+        parser.error("--url names one server, so --homes says of one how it compiles them")
     if options.quick:
         vars(options).update(QUICK)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -76,24 +103,33 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def arms_of(policies: Sequence[str], budgets: Sequence[float]) -> list[Arm]:
-    """No repair first: with nothing repaired every policy is the same."""
-    return [
-        Arm("none", 0.0),
-        *(Arm(policy, budget) for budget in budgets if budget > 0 for policy in policies),
-    ]
+    """No repair first: with nothing repaired every policy is the same.
+
+    Raises:
+        ValueError: what stands behind a policy's @ is no number.
+    """
+    arms = [Arm("none", 0.0)]
+    for word in policies:
+        policy, at, own = word.partition("@")
+        arms += [Arm(policy, budget) for budget in ([float(own)] if at else budgets) if budget > 0]
+    return arms
 
 
 def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(launch.model_of(options))
-    contexts = make_contexts(
-        tokenizer,
-        split=options.split,
-        seed=options.seed,
-        per_category=options.per_category,
-        categories=options.categories,
-    )
+    contexts = [
+        context
+        for seed in options.seed
+        for context in make_contexts(
+            tokenizer,
+            split=options.split,
+            seed=seed,
+            per_category=options.per_category,
+            categories=options.categories,
+        )
+    ]
     end = EndOfTurn(tokenizer.eos_token_id, tokenizer.eos_token)
     arms = arms_of(options.policies, options.budgets)
     log = Log(options.out / "quality.jsonl")
@@ -104,35 +140,38 @@ def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
             "options": plain(options),
         }
     )
-    with server_of(options, alone=False) as server:
-        assert server is not None
-        meter = Meter(server, end=end, log=log, label=options.label)
-        oracles = {
-            context.name: meter.oracle(context, options.new_tokens)
-            for context in tqdm(contexts, desc="oracle", file=sys.stderr)
-        }
-        meter.run(contexts, oracles, arms)
-    with server_of(options, alone=True) as server:
-        if server is not None:
-            meter = Meter(server, end=end, log=log, label=options.label)
-            meter.run(contexts, oracles, [Arm("none", 0.0, alone=True)])
+    oracles: dict[str, list[Forced]] = {}
+    for homes in arms_of_homes(options):
+        with server_of(options, homes) as server:
+            meter = Meter(server, homes=homes, end=end, log=log, label=options.label)
+            if not oracles:
+                oracles = {
+                    context.name: meter.oracle(context, options.new_tokens, reference=not options.oracle_only)
+                    for context in tqdm(contexts, desc="oracle", file=sys.stderr)
+                }
+            meter.run(contexts, oracles, arms[:1] if homes is ALONE else arms)
     return log.records
 
 
+def arms_of_homes(options: argparse.Namespace) -> list[Homes]:
+    """The baseline first, so that a run which is stopped has one; none beside a server that has none."""
+    given = launch.blocks_section(options.blocks)
+    chosen = [HOMES[name] for name in options.homes or ()] or [configured(given)]
+    has_baseline = options.baseline_url or not options.url
+    return [*([ALONE] if has_baseline else []), *chosen]
+
+
 @contextlib.contextmanager
-def server_of(options: argparse.Namespace, *, alone: bool) -> Iterator[Server | None]:
-    """The server to measure or the baseline's; None where --url has no baseline beside it."""
-    url = options.baseline_url if alone else options.url
+def server_of(options: argparse.Namespace, homes: Homes) -> Iterator[Server]:
+    """A server that compiles homes so: a running one, or one of our own."""
+    url = options.baseline_url if homes is ALONE else options.url
     if url:
         yield launch.running(url)
-    elif alone and options.url:
-        yield None
-    elif alone:
-        with launch.ours(options, name="alone", offset=50, blocks={"compile_prefix": "none"}) as server:
-            yield server
-    else:
-        with launch.ours(options) as server:
-            yield server
+        return
+    offset = 50 * arms_of_homes(options).index(homes)
+    blocks = {} if homes is ALONE else launch.blocks_section(options.blocks)
+    with launch.ours(options, name=homes.name, offset=offset, blocks={**blocks, **homes.blocks}) as server:
+        yield server
 
 
 if __name__ == "__main__":

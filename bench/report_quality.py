@@ -10,9 +10,11 @@ from typing import Any
 from stats import Estimate, bootstrap, gap_share
 
 Record = dict[str, Any]
+# of policy `none`, in the order in which they are taken
 BASELINES = (
-    ("no repair, home alone", lambda r: r["alone"]),
-    ("no repair, home behind the system prompt", lambda r: r["policy"] == "none" and not r["alone"]),
+    ("no repair, home alone", lambda homes: homes == "alone"),
+    ("no repair, home behind the system prompt", lambda homes: homes == "leading"),
+    ("no repair", lambda homes: True),
 )
 
 
@@ -38,7 +40,11 @@ def problems_of(measured: Iterable[Record]) -> list[str]:
 def baseline_of(measured: Sequence[Record]) -> tuple[str, dict[str, float]]:
     """The name of the baseline that was measured, and per context its summed KL."""
     for name, is_baseline in BASELINES:
-        found = {r["context"]: sum(r["kl"]) for r in measured if is_baseline(r) and r["forced"] == "oracle"}
+        found = {
+            r["context"]: sum(r["kl"])
+            for r in measured
+            if r["policy"] == "none" and is_baseline(homes_of(r)) and r["forced"] == "oracle"
+        }
         if found:
             return name, found
     return "none was measured", {}
@@ -50,9 +56,16 @@ def heading(records: Sequence[Record]) -> str:
         return "### Quality"
     options = run["options"]
     return (
-        f"### Quality: {options['split']} contexts, seed {options['seed']}\n\n"
+        f"### Quality: {options['split']} contexts, seed {seeds_of(records)}\n\n"
         f"{machine(run)}; blocks {options['blocks'] or 'default'}"
     )
+
+
+def seeds_of(records: Sequence[Record]) -> str:
+    """The seeds of all runs in these records; a run may have several."""
+    seeds = [r["options"]["seed"] for r in records if r["record"] == "quality"]
+    flat = [one for seed in seeds for one in (seed if isinstance(seed, list) else [seed])]
+    return ", ".join(map(str, dict.fromkeys(flat)))
 
 
 def machine(run: Record) -> str:
@@ -68,7 +81,8 @@ def machine(run: Record) -> str:
 
 def counts(measured: Sequence[Record]) -> str:
     contexts = {r["context"]: r["category"] for r in measured}
-    tokens = sum(len(r["kl"]) for r in of_arm(measured, "full", 1.0, forced="oracle"))
+    full = [r for r in measured if r["policy"] == "full" and r["forced"] == "oracle"]
+    tokens = sum(len(r["kl"]) for r in full)
     by_category = ", ".join(
         f"{c} {sum(v == c for v in contexts.values())}" for c in sorted(set(contexts.values()))
     )
@@ -79,17 +93,19 @@ def main_table(measured: Sequence[Record], baseline_name: str, baseline: dict[st
     lines = [
         f"Gap: KL of *{baseline_name}*. Intervals: 95 %, bootstrap over contexts.",
         "",
-        "| policy | budget | recomputed, measured | KL per token | share of the gap (%) | top-1 (%) "
-        "| whole answer (%) | exact value (%) | NLL of the value |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| homes behind | policy | budget | contexts | recomputed, measured | KL per token | share of the gap (%) "
+        "| top-1 (%) | whole answer (%) | exact value (%) | NLL of the value |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for policy, budget, alone in arms_of(measured):
-        mine = of_arm(measured, policy, budget, alone=alone)
+    for homes, policy, budget in arms_of(measured):
+        mine = of_arm(measured, homes, policy, budget)
         oracle = [r for r in mine if r["forced"] == "oracle"]
         known = [r for r in mine if r["exact"] is not None]
         cells = [
-            f"{policy}{', home alone' if alone else ''}",
+            "–" if policy == "full" else homes,
+            policy,
             f"{100 * budget:g} %",
+            str(len(oracle)),
             f"{100 * statistics.fmean(ratio_of(r) for r in oracle):.1f} %",
             kl_estimate(oracle).text(digits=4),
             share_text(oracle, baseline),
@@ -111,20 +127,20 @@ def category_table(measured: Sequence[Record], baseline: dict[str, float]) -> st
     lines = [
         "Share of the gap by category (%):",
         "",
-        f"| policy | budget | {' | '.join(categories)} |",
-        "|---|---|" + "---|" * len(categories),
+        f"| homes behind | policy | budget | {' | '.join(categories)} |",
+        "|---|---|---|" + "---|" * len(categories),
     ]
-    for policy, budget, alone in arms_of(measured):
-        if policy in ("none", "full"):
+    for homes, policy, budget in arms_of(measured):
+        if policy == "full" or homes == "alone":
             continue
-        mine = of_arm(measured, policy, budget, alone=alone, forced="oracle")
+        mine = of_arm(measured, homes, policy, budget, forced="oracle")
         cells = [share_text([r for r in mine if r["category"] == c], baseline) for c in categories]
-        lines.append(f"| {policy} | {100 * budget:g} % | {' | '.join(cells)} |")
+        lines.append(f"| {homes} | {policy} | {100 * budget:g} % | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def plot(records: Sequence[Record], path: Path) -> None:
-    """Share of the gap over the recomputed share as the server reports it, one line per policy."""
+    """Share of the gap over the recomputed share as the server reports it, one line per policy and kind of homes."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -132,18 +148,21 @@ def plot(records: Sequence[Record], path: Path) -> None:
 
     measured = [r for r in records if r["record"] == "measurement"]
     name, baseline = baseline_of(measured)
-    curves: dict[str, list[tuple[float, Estimate]]] = {}
-    for policy, budget, alone in arms_of(measured):
-        mine = of_arm(measured, policy, budget, alone=alone, forced="oracle")
-        if policy != "full" and not alone and any(r["context"] in baseline for r in mine):
+    curves: dict[tuple[str, str], list[tuple[float, Estimate]]] = {}
+    for homes, policy, budget in arms_of(measured):
+        mine = of_arm(measured, homes, policy, budget, forced="oracle")
+        is_curve = policy != "full" and homes != "alone" and is_whole(measured, homes, mine)
+        if is_curve and any(r["context"] in baseline for r in mine):
             point = (100 * statistics.fmean(ratio_of(r) for r in mine), share(mine, baseline))
-            curves.setdefault(policy, []).append(point)
-    start = curves.pop("none", [])
+            curves.setdefault((homes, policy), []).append(point)
+    starts = {homes: curves.pop((homes, policy)) for homes, policy in list(curves) if policy == "none"}
+    kinds = {homes for homes, _ in curves}
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for policy, points in sorted(curves.items()):
-        points = sorted([*start, *points], key=lambda point: point[0])
+    for (homes, policy), points in sorted(curves.items()):
+        points = sorted([*starts.get(homes, []), *points], key=lambda point: point[0])
         xs, ys = [x for x, _ in points], [100 * e.value for _, e in points]
-        (line,) = axes.plot(xs, ys, marker="o", markersize=4, label=policy)
+        name = policy if len(kinds) == 1 else f"{policy}, homes {homes}"
+        (line,) = axes.plot(xs, ys, marker="o", markersize=4, label=name)
         low, high = [100 * e.low for _, e in points], [100 * e.high for _, e in points]
         axes.fill_between(xs, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
     axes.set(
@@ -157,9 +176,37 @@ def plot(records: Sequence[Record], path: Path) -> None:
     plt.close(figure)
 
 
+def is_whole(measured: Sequence[Record], homes: str, mine: Sequence[Record]) -> bool:
+    """Whether an arm was measured on all contexts of its homes; otherwise it stands beside others of other contexts."""
+    return len(mine) == len(of_arm(measured, homes, "none", 0.0, forced="oracle"))
+
+
 def share(records: Sequence[Record], baseline: dict[str, float]) -> Estimate:
     pairs = [(sum(r["kl"]), baseline[r["context"]]) for r in records if r["context"] in baseline]
     return bootstrap(pairs, gap_share)
+
+
+def gain(
+    measured: Sequence[Record],
+    baseline: dict[str, float],
+    mine: tuple[str, str, float],
+    other: tuple[str, str, float],
+) -> Estimate:
+    """How much more of the gap one (homes, policy, budget) closes than another, on the contexts that both have.
+
+    Raises:
+        ValueError: they have none in common.
+    """
+    kl = [
+        {r["context"]: sum(r["kl"]) for r in of_arm(measured, *arm, forced="oracle")} for arm in (mine, other)
+    ]
+    both = sorted(kl[0].keys() & kl[1].keys() & baseline.keys())
+    triples = [(kl[0][name], kl[1][name], baseline[name]) for name in both]
+
+    def difference(some: Sequence[tuple[float, float, float]]) -> float:
+        return gap_share([(a, base) for a, _, base in some]) - gap_share([(b, base) for _, b, base in some])
+
+    return bootstrap(triples, difference)
 
 
 def share_text(records: Sequence[Record], baseline: dict[str, float]) -> str:
@@ -175,25 +222,34 @@ def kl_estimate(records: Sequence[Record]) -> Estimate:
     return bootstrap(records, mean)
 
 
-def arms_of(measured: Iterable[Record]) -> list[tuple[str, float, bool]]:
-    """The floor, the baselines, then policies by name and budget."""
-    arms = {(r["policy"], r["budget"], r["alone"]) for r in measured}
+def homes_of(record: Record) -> str:
+    """What the homes of a measurement were compiled behind, in the words of homes.py."""
+    # records of earlier versions know two kinds
+    return str(record.get("homes") or ("alone" if record.get("alone") else "leading"))
+
+
+def arms_of(measured: Iterable[Record]) -> list[tuple[str, str, float]]:
+    """(homes, policy, budget): the floor, the baseline, then homes by name, no repair first."""
+    arms = {(homes_of(r), r["policy"], r["budget"]) for r in measured}
     rank = {"full": 0, "none": 1}
-    return sorted(arms, key=lambda arm: (rank.get(arm[0], 2), not arm[2], arm[0], arm[1]))
+    return sorted(
+        arms, key=lambda arm: (arm[1] != "full", arm[0] != "alone", arm[0], rank.get(arm[1], 2), *arm[1:])
+    )
 
 
 def of_arm(
-    measured: Iterable[Record], policy: str, budget: float, *, alone: bool = False, forced: str | None = None
+    measured: Iterable[Record], homes: str, policy: str, budget: float, *, forced: str | None = None
 ) -> list[Record]:
     return [
         r
         for r in measured
-        if (r["policy"], r["budget"], r["alone"]) == (policy, budget, alone) and forced in (None, r["forced"])
+        if (homes_of(r), r["policy"], r["budget"]) == (homes, policy, budget)
+        and forced in (None, r["forced"])
     ]
 
 
 def arm_name(record: Record) -> str:
-    return f"{record['policy']} {record['budget']:g}{' alone' if record['alone'] else ''}"
+    return f"{homes_of(record)}, {record['policy']} {record['budget']:g}"
 
 
 def ratio_of(record: Record) -> float:

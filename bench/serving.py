@@ -39,6 +39,7 @@ from documents import (
     requests_of,
     warm_up_prompts,
 )
+from homes import configured
 from meter import Arm as MeterArm
 from meter import Meter
 from records import Log, plain
@@ -283,7 +284,13 @@ def check(
     bounds = gate.Bounds(options.gate_max_kl, options.gate_min_top1, options.gate_min_first)
     end = EndOfTurn(tokenizer.eos_token_id, tokenizer.eos_token)
     meters = {
-        name: Meter(server, end=end, log=log, label=f"gate {name}")
+        name: Meter(
+            server,
+            homes=configured(launch.blocks_section(options.blocks)),
+            end=end,
+            log=log,
+            label=f"gate {name}",
+        )
         for name, server in servers.items()
         if name != "stock"
     }

@@ -23,6 +23,7 @@ COMMANDS = (
     "demo",
     "compile",
     "top",
+    "explain-request",
     "plan",
     "calibrate",
     "calibrate-blocks",

@@ -33,6 +33,8 @@ class BlocksConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_o
     # auto: the text before the first block, or the model's BOS where a block stands at position 0
     compile_prefix: Literal["auto", "leading", "bos", "none"] = "auto"
     compile_prefix_text: str | None = None  # one neutral text for all requests, in place of compile_prefix
+    # how many other documents stand between compile prefix and block in a home, or a text of your own in their place
+    company: int | str = 2
     separator: str | None = None  # text that stands between documents; cut out of the prompt
     parts: bool = False  # text parts of a chat message with at least two of them are blocks
     auto: bool = False  # find blocks in unmarked prompts: what was served exactly before
@@ -68,6 +70,7 @@ KEYS = BlocksConfig.__struct_fields__
 MAX_TOKENS = 2**31 - 1  # of what counts tokens; a position is an int32
 # Between 1 and this a budget is refused: whoever writes 5 means percent.
 MIN_BUDGET_TOKENS = 32
+MAX_COMPANIONS = 8
 BUDGET_RULE = f"a share from 0 to 1, or a whole number of tokens from {MIN_BUDGET_TOKENS} on"
 
 
@@ -153,6 +156,15 @@ def _check(config: Config, source: str) -> None:
             "compile_prefix_text decides what stands in front of homes",
             "Leave one of the two keys out.",
         )
+    if isinstance(blocks.company, int) and not 0 <= blocks.company <= MAX_COMPANIONS:
+        fail(
+            "company",
+            blocks.company,
+            f"it counts documents, from 0 to {MAX_COMPANIONS}",
+            "Use 2, 0 for none, or a text of your own.",
+        )
+    if blocks.company == "":
+        fail("company", "", "an empty text is no company", "Use 0.")
     for key in ("alpha", "beta"):
         value = getattr(blocks, key)
         if not math.isfinite(value) or value > 0:

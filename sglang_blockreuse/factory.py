@@ -54,7 +54,8 @@ def create_radix_cache(ctx: Any) -> Any:
         config=config,
         tree=cache,
         bos=_bos(ctx.model_config),
-        neutral_prefix=_neutral_prefix(config),
+        neutral_prefix=_tokens_of(config, "compile_prefix_text", add_special_tokens=True),
+        company_text=_tokens_of(config, "company", add_special_tokens=False),
         pool_size=pool_size,
         metrics=metrics,
         layer_plan=_sparse_plan(ctx.tp_worker.model_runner.attn_backend),
@@ -198,19 +199,22 @@ def _bos(model_config: Any) -> int | None:
     return bos if isinstance(bos, int) else None
 
 
-def _neutral_prefix(config: Config) -> tuple[int, ...] | None:
-    """Tokens of `blocks.compile_prefix_text`, encoded like a prompt. Raises UnsupportedServer."""
+def _tokens_of(config: Config, key: str, *, add_special_tokens: bool) -> tuple[int, ...] | None:
+    """Tokens of a text in the `blocks` section; None where it holds none. Raises UnsupportedServer.
+
+    add_special_tokens: it stands where a prompt begins.
+    """
     from sglang.srt.runtime_context import get_model, get_serving
     from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
-    text = config.blocks.compile_prefix_text
-    if text is None:
+    text = getattr(config.blocks, key)
+    if not isinstance(text, str):
         return None
     serving, model = get_serving(), get_model()
     if serving.skip_tokenizer_init:
         raise UnsupportedServer(
-            f"blocks.compile_prefix_text is {short(text)}, but --skip-tokenizer-init leaves nothing to encode it with. "
-            "Drop the flag, or use blocks.compile_prefix."
+            f"blocks.{key} is {short(text)}, but --skip-tokenizer-init leaves nothing to encode it with. "
+            "Drop the flag, or the text."
         )
     tokenizer = get_tokenizer(
         serving.tokenizer_path,
@@ -219,7 +223,7 @@ def _neutral_prefix(config: Config) -> tuple[int, ...] | None:
         revision=model.revision,
         tokenizer_backend=serving.tokenizer_backend,
     )
-    return tuple(tokenizer.encode(text))
+    return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
 def _metric_labels(ctx: Any) -> dict[str, Any] | None:

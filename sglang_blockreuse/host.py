@@ -70,6 +70,12 @@ CONTRACT: tuple[HostName, ...] = (
         ("self", "req", "checkpointed"),
     ),
     HostName(
+        _SRT + "mem_cache.unified_radix_cache.UnifiedRadixCache.reset",
+        "subclass",
+        "companions are chosen anew for an empty tree",
+        ("self",),
+    ),
+    HostName(
         _SRT + "mem_cache.base_prefix_cache.BasePrefixCache.finish",
         "subclass",
         "a queued home was aborted",

@@ -70,6 +70,11 @@ class BlockReuseCache(TieredCache):
         super().finish(handle, outcome)
         self.blocks.compiler.ended(handle.rid, "aborted")  # it was queued, and nothing of it was computed
 
+    def reset(self) -> None:
+        super().reset()
+        if hasattr(self, "blocks"):  # the host empties a new tree too
+            self.blocks.arrivals.tree_emptied()
+
     def kv_memory(self) -> dict[str, int]:
         """Bytes of the KV pool, and how many layers keep KV of their own in it; empty for pools of other kinds."""
         pool = self.token_to_kv_pool_allocator.get_kvcache()

@@ -41,6 +41,7 @@ class BlockOptions:
     tau: int | None  # tokens on each side of a seam; None: derived from the budget
     budget: float  # what may be repaired: a share, 0..1, of the tokens up to the last block's end; above 1: tokens
     question: Interval | None = None  # tokens whose attention chooses; None: what follows the last block
+    explain: bool = False  # tell in the usage where each token came from
     num_cut: int = 0  # spans that lay wholly behind the end of a prompt that the host cut
 
     def budget_tokens(self, block_end: int) -> int:
@@ -185,9 +186,13 @@ class Usage:
     # {"verdict": passed | raised | full, "measure": leftover | deviation, "value": float}; None where none judged
     guard: dict[str, Any] | None = None
     prompt_truncated: bool = False  # the host cut the end of the prompt off, and with it of the marks
+    pieces: list[list[Any]] | None = None  # see blocks/explain.py; told only where the request asks
 
     def as_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
+        found = {name: getattr(self, name) for name in self.__slots__}
+        if self.pieces is None:
+            del found["pieces"]
+        return found
 
 
 @dataclass(slots=True)
@@ -211,7 +216,7 @@ class RequestState:
     options: BlockOptions
     usage: Usage
     refused: str | None = None  # why it may not reuse, whatever the tree holds: a skipped_reason
-    compile_prefix: Any = ()  # array[int], one for all homes of the request
+    compile_prefix: Any = ()  # array[int], what all homes of the request begin with
     homes: list[Any] = field(default_factory=list)  # Home: where the KV of its blocks is to be found
     wait: Wait = field(default_factory=Wait)
     plan: BlockPlan | None = None  # while the prompt is prefilled

@@ -5,9 +5,20 @@ from __future__ import annotations
 from faults import Fault
 
 BLOCKS = "sglang_blockreuse/blocks"
-POLICY, PLAN, GUARD, SPLIT, REQUEST, AUTO, MARKING, ROPE = (
+POLICY, PLAN, GUARD, SPLIT, REQUEST, AUTO, MARKING, ROPE, COMPANY, EXPLAIN = (
     f"tests/unit/test_{name}.py"
-    for name in ("policy", "plan", "guard", "split", "request", "auto", "marking", "rope")
+    for name in (
+        "policy",
+        "plan",
+        "guard",
+        "split",
+        "request",
+        "auto",
+        "marking",
+        "rope",
+        "company",
+        "explain",
+    )
 )
 
 
@@ -159,16 +170,72 @@ BLOCK_FAULTS = [
     _fault(
         "short blocks get homes",
         "split",
-        "if len(span) >= min_block_tokens and",
-        "if len(span) >= min_block_tokens - 9 and",
+        "if len(span) < min_block_tokens or span.end <= num_exact:",
+        "if len(span) < min_block_tokens - 9 or span.end <= num_exact:",
         f"{SPLIT} -k short_blocks",
     ),
     _fault(
         "the block behind the true prefix is compiled",
         "split",
-        "return span.start == 0 or (span.start == len(prefix) and tokens[: span.start] == prefix)",
-        "return False",
+        "is_home = span.start == 0 or span.start == len(prefix) <= num_exact",
+        "is_home = False",
         f"{SPLIT} -k true_prefix",
+    ),
+    _fault(
+        "a block stands in front of itself",
+        "split",
+        "prefix = self._prefixes[next(own, -1)]",
+        "prefix = self._prefixes[-1]",
+        f"{COMPANY} -k at_home_in_their_row",
+    ),
+    _fault(
+        "companions that a prompt begins with are compiled beside it",
+        "split",
+        "num_exact = 0 if all_blocks else num_shared(tokens, front.row)",
+        "num_exact = 0 if all_blocks else num_shared(tokens, front.of(tokens[:0]))",
+        f"{COMPANY} -k first_sight",
+    ),
+    _fault(
+        "another tenant's documents stand in front",
+        "company",
+        "return namespace, hashlib.sha256(base.tobytes()).digest()",
+        "return namespace._replace(extra_key=None, cache_salt=None), hashlib.sha256(base.tobytes()).digest()",
+        f"{COMPANY} -k tenant",
+    ),
+    _fault(
+        "a compile prefix has the companions of another",
+        "company",
+        "return namespace, hashlib.sha256(base.tobytes()).digest()",
+        'return namespace, b""',
+        f"{COMPANY} -k of_its_own",
+    ),
+    _fault(
+        "companions change with every request",
+        "company",
+        "row = self._rows.get(key, ())\n        for body in bodies:",
+        "row: Row = ()\n        for body in bodies:",
+        f"{COMPANY} -k chosen_once",
+    ),
+    _fault(
+        "what companions occupy is not asked of the pool",
+        "arrive",
+        "num_prefix = len(prefix) - num_shared(prefix, own)",
+        "num_prefix = 0",
+        f"{COMPANY} -k pool_is_asked",
+    ),
+    _fault(
+        "a block alone in its prompt gets company",
+        "arrive",
+        'if state.options.mode == "compile" or len(self._bodies(req, state)) > 1:',
+        'if state.options.mode == "compile" or len(self._bodies(req, state)) > 0:',
+        f"{COMPANY} -k alone_in_its_prompt",
+    ),
+    _fault(
+        "what is repaired is told as taken over",
+        "explain",
+        'kinds["repaired"] = [part for _, part in subtract_each(segments, copies)]',
+        'kinds["reused"] += [part for _, part in subtract_each(segments, copies)]',
+        EXPLAIN,
     ),
     _fault(
         "spans may overlap",

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from sglang_blockreuse.blocks.manager import BlockManager
 from sglang_blockreuse.blocks.match import Namespace
-from sglang_blockreuse.blocks.split import homes
+from sglang_blockreuse.blocks.split import Front, homes
 from sglang_blockreuse.config import BlocksConfig, Config
 from sglang_blockreuse.metrics import Metrics
 from sglang_blockreuse.types import Interval
@@ -40,7 +40,7 @@ def blocks_behind(leading: int, num_blocks: int, block_len: int) -> tuple[array[
 
 def homes_of(leading=20, num_blocks=4, block_len=50, **options):
     tokens, spans = blocks_behind(leading, num_blocks, block_len)
-    return homes(tokens, spans, prefix=tokens[:leading], min_block_tokens=32, **options)
+    return homes(tokens, spans, front=Front(tokens[:leading]), min_block_tokens=32, **options)
 
 
 def request(tokens, spans, *, mode="reuse", **values):
@@ -65,8 +65,9 @@ def request(tokens, spans, *, mode="reuse", **values):
 
 
 def manager_of(tree, *, pool_size=10**7, **blocks) -> BlockManager:
+    """With homes right behind the leading text, unless `company` is asked for."""
     return BlockManager(
-        config=Config(blocks=BlocksConfig(**blocks)),
+        config=Config(blocks=BlocksConfig(**{"company": 0, **blocks})),
         tree=tree,
         bos=None,
         pool_size=pool_size,

@@ -55,7 +55,9 @@ class Table:
 
     def arguments(self, folder: Path) -> tuple[str, ...]:
         """Flags behind the model path; writes the files they name to `folder`."""
-        config: dict[str, Any] = {"blocks": {"min_block_tokens": 16, "budget": 0.2, **self.blocks}}
+        # companions are whoever came first, so in them alone a neighbour of the same namespace has a say
+        blocks = {"min_block_tokens": 16, "budget": 0.2, "company": 0, **self.blocks}
+        config: dict[str, Any] = {"blocks": blocks}
         flags = ("--dtype", "float32", "--context-length", str(CONTEXT), "--random-seed", "0")
         flags += ("--chunked-prefill-size", str(CHUNK), "--max-running-requests", "8")
         flags += ("--max-total-tokens", str(self.pool), "--skip-server-warmup")

@@ -84,7 +84,7 @@ def lease(
 
     flags: SGLang's, behind the common ones, over which they win.
     model: "tiny" has random weights and SmolLM2's tokenizer, 6 layers; "smollm2" is the 135M model; or a folder.
-    blocks, layers: sections of the configuration.
+    blocks, layers: sections of the configuration; `company` is 0 unless asked for.
     plan: a layer plan, by name or as text.
     env: on top of that of `with_test_plugin`, which extended servers have.
 
@@ -92,6 +92,9 @@ def lease(
     """
     named = {"tiny": talking_model, "smollm2": ensure_model}
     sections = {name: dict(found) for name, found in (("blocks", blocks), ("layers", layers)) if found}
+    if kind == "extended":
+        # most laws speak of homes behind the leading text, and of which blocks are exact there
+        sections["blocks"] = {"company": 0, **sections.get("blocks", {})}
     setting = Setting(
         kind=kind,
         model=named[model]() if isinstance(model, str) else model,

@@ -12,12 +12,13 @@ from typing import Any
 from ..config import BlocksConfig
 from ..metrics import Metrics
 from ..types import BlockOptions, RequestState, Usage, Wait
+from .company import Company
 from .compile import Compiler, HomeId, HomeJob
 from .discover import Discovery
 from .match import Namespace, Tree
 from .request import RequestError, parse_options
 from .shared_kv import SharedKv
-from .split import Home, bounded, compile_prefix
+from .split import Front, Home, bounded, compile_prefix, num_shared
 from .split import homes as homes_of
 from .worth import worth_compiling
 
@@ -42,6 +43,7 @@ class Arrivals:
         pool_size: int,
         off_reason: str | None,
         neutral_prefix: tuple[int, ...] | None,
+        company_text: tuple[int, ...] | None = None,  # tokens of blocks.company, where it is a text
         shared_kv: SharedKv | None = None,
         index_secret: str | None = None,
     ) -> None:
@@ -54,6 +56,8 @@ class Arrivals:
         self._off_reason = off_reason
         # tokens of blocks.compile_prefix_text
         self._neutral_prefix = None if neutral_prefix is None else array("q", neutral_prefix)
+        wanted = config.company if isinstance(config.company, int) else array("q", company_text or ())
+        self._company = Company(wanted, pool_size=pool_size)
         self._shared_kv = shared_kv
         searches = config.auto or config.compile == "harvest"
         secret = int(index_secret or secrets.token_hex(16), 16)
@@ -93,10 +97,14 @@ class Arrivals:
 
     def homes(self, req: Any, state: RequestState, max_prompt_len: int) -> list[Home]:
         """Where the KV of the request's blocks is to be found once it is compiled."""
+        front = Front(state.compile_prefix)
+        # alone in its prompt a block needs no company: right behind the leading text it is exact
+        if state.options.mode == "compile" or len(self._bodies(req, state)) > 1:
+            front = self._company.front(namespace_of(req), state.compile_prefix, max_len=max_prompt_len)
         wanted = homes_of(
             req.origin_input_ids,
             state.options.spans,
-            prefix=state.compile_prefix,
+            front=front,
             min_block_tokens=self._config.min_block_tokens,
             all_blocks=state.options.mode == "compile",
         )
@@ -141,6 +149,10 @@ class Arrivals:
             logger.exception("blockreuse: a prompt is not entered into the index")
             self._metrics.add("errors_total")
 
+    def tree_emptied(self) -> None:
+        """No home is left: companions are chosen anew."""
+        self._company.forget()
+
     def index_size(self) -> dict[str, int]:
         """What the index of exact prompts holds; zeros where the configuration has none."""
         index = None if self.discovery is None else self.discovery.index
@@ -153,8 +165,12 @@ class Arrivals:
         if not state.may_reuse():
             return []
         state.compile_prefix = self._compile_prefix(req, state.options)
+        compiles = self._config.compile in ("before", "background")
+        bodies = self._bodies(req, state)
+        if compiles and len(bodies) > 1:
+            self._company.join(namespace_of(req), state.compile_prefix, bodies)
         state.homes = self.homes(req, state, max_prompt_len)
-        if self._config.compile in ("off", "manual"):
+        if not compiles:
             state.not_compiled = state.not_compiled or f"compile_{self._config.compile}"
             return []
         tokens = req.origin_input_ids
@@ -165,7 +181,7 @@ class Arrivals:
         if not wanted:
             state.not_compiled = reason or state.not_compiled
             return []
-        jobs = self._jobs(req, state, wanted, num_own=len(tokens))
+        jobs = self._jobs(req, state, wanted, own=tokens)
         if self._config.compile == "background":
             if state.wait.num_open:
                 state.not_compiled, state.wait = "compile_background", Wait()
@@ -177,23 +193,26 @@ class Arrivals:
         if state.refused != "mode_compile":
             return []
         state.compile_prefix = self._compile_prefix(req, state.options)
+        self._company.join(namespace_of(req), state.compile_prefix, self._bodies(req, state))
         wanted = self.homes(req, state, max_prompt_len)
-        jobs = self._jobs(req, state, wanted, num_own=1) if wanted else []
+        jobs = self._jobs(req, state, wanted, own=state.compile_prefix, num_new=1) if wanted else []
         if not wanted:
             self.not_compiled(state, state.not_compiled or "blocks_too_short")
         elif state.not_compiled is not None:
             self.not_compiled(state, state.not_compiled)
         return jobs
 
-    def _jobs(self, req: Any, state: RequestState, wanted: Sequence[Home], *, num_own: int) -> list[HomeJob]:
+    def _jobs(
+        self, req: Any, state: RequestState, wanted: Sequence[Home], *, own: array[int], num_new: int = 0
+    ) -> list[HomeJob]:
         """What is still to be prefilled of `wanted`, unless it would push out what it is meant for.
 
-        num_own: tokens that the request itself is going to occupy.
+        own: the prompt that the request itself runs, and `num_new` tokens behind it.
         """
-        prefix = state.compile_prefix
-        # the prefix lies in the tree once for all homes, and for the prompt too where that begins with it
-        is_shared = num_own > len(prefix) and req.origin_input_ids[: len(prefix)] == prefix
-        num_tokens = num_own + (0 if is_shared else len(prefix)) + sum(len(h.span) for h in wanted)
+        # their prefixes begin alike and lie in the tree once, and for the prompt too as far as it begins with them
+        prefix = max((home.prefix for home in wanted), key=len)
+        num_prefix = len(prefix) - num_shared(prefix, own)
+        num_tokens = len(own) + num_new + num_prefix + sum(len(home.span) for home in wanted)
         if num_tokens > MAX_COMPILE_SHARE * self._pool_size:
             state.not_compiled = "pool_too_small"
             return []
@@ -222,6 +241,11 @@ class Arrivals:
         state.refused = reason
         state.homes = found
         return bool(found)
+
+    def _bodies(self, req: Any, state: RequestState) -> list[array[int]]:
+        """The request's blocks that may have a home."""
+        tokens, shortest = req.origin_input_ids, self._config.min_block_tokens
+        return [tokens[s.start : s.end] for s in state.options.spans if len(s) >= shortest]
 
     def _compile_prefix(self, req: Any, options: BlockOptions) -> array[int]:
         if self._neutral_prefix is not None:

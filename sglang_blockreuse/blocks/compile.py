@@ -78,6 +78,15 @@ class _Flight:
     request: Any = None  # the host's, once it is queued
 
 
+@dataclass(slots=True)
+class _FrontSeen:
+    """A prefix that homes share, as one request meets it."""
+
+    digest: bytes
+    num_cached: int
+    leader: HomeId | None = None  # computes it, the others then hit it instead of repeating it
+
+
 class Compiler:
     """Homes in flight. Every unseen block is prefilled once, however many requests wait for it.
 
@@ -103,27 +112,26 @@ class Compiler:
         """
         jobs: list[HomeJob] = []
         ids: dict[HomeId, None] = {}  # in order, the same text twice in one prompt once
-        leader: HomeId | None = (
-            None  # computes the compile prefix, the others then hit it instead of repeating it
-        )
-        prefix: array[int] | None = None
-        prefix_digest, num_cached = b"", 0
+        fronts: dict[int, _FrontSeen] = {}  # by the identity of the prefix, which homes share
         for home in homes:
-            if home.prefix is not prefix:
-                prefix = home.prefix
-                prefix_digest = _digest(prefix)
-                num_cached = tree.lookup(prefix, namespace)[0] if prefix else 0
-            key = HomeKey(namespace, prefix_digest, _digest(home.body))
+            front = fronts.get(id(home.prefix))
+            if front is None:
+                num_cached = tree.lookup(home.prefix, namespace)[0] if home.prefix else 0
+                front = fronts[id(home.prefix)] = _FrontSeen(_digest(home.prefix), num_cached)
+            key = HomeKey(namespace, front.digest, _digest(home.body))
             running = self._in_flight.get(key)
             if running is not None:
                 ids[running] = None
                 continue
-            needs_prefix = num_cached < home.prefix_len
+            needs_prefix = front.num_cached < home.prefix_len
             if not needs_prefix and tree.lookup(home.tokens, namespace)[0] >= len(home):
                 continue
-            waits_for = (leader,) if leader is not None and needs_prefix else ()
-            job = HomeJob(self._new_id(), home, waits_for)
-            leader = leader or (job.request_id if needs_prefix else None)
+            # what stands in front of several homes begins with the compile prefix, which one of them computes for all
+            first = next((f.leader for f in fronts.values() if f.leader is not None), None)
+            waits_for = tuple(dict.fromkeys(i for i in (first, front.leader) if i is not None))
+            job = HomeJob(self._new_id(), home, waits_for if needs_prefix else ())
+            if needs_prefix and front.leader is None:
+                front.leader = job.request_id
             jobs.append(job)
             ids[job.request_id] = None
             self._in_flight[key] = job.request_id

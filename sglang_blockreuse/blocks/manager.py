@@ -13,6 +13,7 @@ from ..metrics import Metrics
 from ..types import PATH, BlockOptions, BlockPlan, Interval, LocalSegment, RequestState, Wait
 from .arrive import Arrivals, logprob_limit, namespace_of, reads_positions
 from .compile import Compiler, HomeJob, Outcome
+from .explain import explain
 from .faults import is_device_error
 from .match import Hit, Namespace, Tree, find
 from .paths import fingerprint, path_namespace
@@ -49,6 +50,7 @@ class BlockManager:
         shared_kv: SharedKv | None = None,
         off_reason: str | None = None,
         neutral_prefix: tuple[int, ...] | None = None,
+        company_text: tuple[int, ...] | None = None,
         home_token: str | None = None,
         index_secret: str | None = None,
     ) -> None:
@@ -65,6 +67,7 @@ class BlockManager:
             pool_size=pool_size,
             off_reason=off_reason,
             neutral_prefix=neutral_prefix,
+            company_text=company_text,
             shared_kv=shared_kv,
             index_secret=index_secret,
         )
@@ -214,6 +217,10 @@ class BlockManager:
         usage.repaired_tokens = min(plan.num_repaired, prompt_len - usage.prefix_tokens) if plan else 0
         usage.fresh_tokens = prompt_len - usage.prefix_tokens - usage.reused_tokens - usage.repaired_tokens
         usage.recompute_ratio = round(plan.num_repaired / plan.block_end, 6) if plan else 0.0
+        if state.options.explain:
+            usage.pieces = explain(
+                plan, state.options.spans, prefix_len=usage.prefix_tokens, prompt_len=prompt_len
+            )
 
     def _verdict(self, req: Any, state: RequestState, not_adopted: str | None) -> str:
         """Why an admission that was allowed to reuse did not."""

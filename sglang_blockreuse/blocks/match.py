@@ -51,15 +51,15 @@ def find(tree: Tree, homes: Sequence[Home], *, start: int, end: int, namespace: 
     ids themselves, and the namespace is part of its key.
     """
     hits = []
-    missing: array[int] | None = (
-        None  # a compile prefix that the tree does not hold, and so none of its homes
-    )
+    missing: set[int] = (
+        set()
+    )  # identities of prefixes that the tree does not hold, and so none of their homes
     for home in homes:
-        if home.span.end <= start or home.prefix is missing:
+        if home.span.end <= start or id(home.prefix) in missing:
             continue
         length, where = tree.lookup(home.tokens, namespace)
         if length < home.prefix_len:
-            missing = home.prefix
+            missing.add(id(home.prefix))
         held = Interval(home.span.start, home.span.start + length - home.prefix_len).clip(start, end)
         if not len(held):
             continue

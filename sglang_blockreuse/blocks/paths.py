@@ -37,6 +37,7 @@ def fingerprint(options: BlockOptions, config: BlocksConfig, *, layer_plan: str 
         config.compile,
         config.compile_prefix,
         config.compile_prefix_text,
+        config.company,
         config.guard,
         layer_plan,
     )

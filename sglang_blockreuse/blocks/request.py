@@ -21,6 +21,7 @@ KEYS = (
     "blockreuse_tau",
     "blockreuse_budget",
     "blockreuse_question",
+    "blockreuse_explain",
 )
 
 
@@ -53,6 +54,9 @@ def parse_options(
     if mode not in MODES:
         raise RequestError(f"blockreuse_mode is {short(mode)}, but it must be one of {', '.join(MODES)}.")
     _check_parts(given.get("blockreuse_parts", False))
+    explain = given.get("blockreuse_explain", False)
+    if not isinstance(explain, bool):
+        raise RequestError(f"blockreuse_explain is {short(explain)}, but it must be true or false.")
     policy = given.get("blockreuse_policy", config.policy)
     if policy not in POLICIES:
         raise RequestError(
@@ -82,6 +86,7 @@ def parse_options(
         tau=tau,
         budget=config.budget if budget is None else float(budget),
         question=None if question is None else question.clip(0, prompt_len) or None,
+        explain=explain,
         num_cut=len(sent) - len(spans),
     )
 

@@ -6,6 +6,7 @@ import pytest
 from contexts import make_contexts
 from documents import Composer, Law, Marking, made_source, requests_of
 from gate import Bounds, judge
+from homes import HOMES
 from load import rows_of, run_load
 from meter import Arm, Meter
 from records import Log
@@ -38,7 +39,13 @@ def server():
 def measured(server, tokenizer, tmp_path_factory):
     """One context whose answer depends on all of its blocks, with nothing repaired and with nearly all."""
     log = Log(tmp_path_factory.mktemp("log") / "quality.jsonl")
-    meter = Meter(server, end=EndOfTurn(tokenizer.eos_token_id, tokenizer.eos_token), log=log, label="")
+    meter = Meter(
+        server,
+        homes=HOMES["leading"],
+        end=EndOfTurn(tokenizer.eos_token_id, tokenizer.eos_token),
+        log=log,
+        label="",
+    )
     contexts = make_contexts(tokenizer, split="calibration", seed=0, per_category=1, categories=["L"])
     oracles = {context.name: meter.oracle(context, NUM_TOKENS) for context in contexts}
     repairing = [Arm("none", 0.0), Arm("seam", NEARLY_ALL), *(Arm(policy, 0.1) for policy in POLICIES)]

@@ -73,7 +73,9 @@ def world(request, tmp_path_factory):
     config = {"publisher": "zmq", "endpoint": f"tcp://*:{port}", "topic": "kv"}
     if request.param != "default":
         config["format"] = request.param
+    (folder / "config.json").write_text(json.dumps({"blocks": {"company": 0}}))
     flags = (*FLAGS, "--kv-events-config", json.dumps(config))
+    flags += ("--blockreuse-config", str(folder / "config.json"))
     with extended_server(model, *flags, log=folder / "server.log") as server:
         router = Router(f"tcp://{HOST}:{port}")
         time.sleep(1)  # a subscription takes its time, and nobody repeats events

@@ -13,6 +13,7 @@ from prompts import ask, usage
 from transformers import AutoTokenizer
 
 from sglang_blockreuse.cli import main
+from sglang_blockreuse.explained import explain
 
 pytestmark = pytest.mark.engine
 
@@ -305,3 +306,43 @@ class TestText:
         # negative control: behind another prefix nothing was compiled
         other = usage(generate(server, with_separators((1, 2, 0), leading="You are a pirate.\n")))
         assert other["compiled_tokens"] > 0
+
+
+class TestExplained:
+    """What `explain-request` shows of a request is what was done to it."""
+
+    @pytest.fixture(scope="class")
+    def server(self):
+        with start({"separator": SEP}) as running:
+            yield running
+
+    def body(self, order):
+        return {"text": with_separators(order), "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+
+    def test_the_repaired_tokens_of_a_document_are_shown(self, server, tmp_path, capsys):
+        generate(server, with_separators((0, 1, 2)))
+        file, made = tmp_path / "request.json", tmp_path / "page.html"
+        file.write_text(json.dumps(self.body((2, 1, 0))))
+        assert main(["explain-request", str(file), "--url", server.url]) == 0
+        shown = " ".join(capsys.readouterr().out.split())  # a terminal breaks lines where it likes
+        assert "repaired: both edges of every document" in shown
+        assert "[document 2: " in shown
+        assert all(document.split(".")[0] in shown for document in DOCS[:3])
+        assert main(["explain-request", str(file), "--url", server.url, "--html", str(made)]) == 0
+        assert made.read_text().count("<h4>document") == 3
+
+    def test_pieces_add_up_to_the_usage(self, server):
+        generate(server, with_separators((0, 1, 2)))
+        found = explain(server.url, self.body((1, 2, 0)))
+        for kind in ("prefix", "reused", "repaired", "fresh"):
+            assert sum(len(p) for p in found.pieces if p.kind == kind) == found.usage[f"{kind}_tokens"]
+        assert found.usage["repaired_tokens"] > 0
+        assert "".join(piece.text for piece in found.pieces).replace(" ", "") == (
+            with_separators((1, 2, 0)).replace(SEP, "").replace(" ", "")
+        )
+
+    def test_a_server_that_is_not_there_is_told(self, tmp_path, capsys):
+        file = tmp_path / "request.json"
+        file.write_text(json.dumps(self.body((0, 1))))
+        assert main(["explain-request", str(file), "--url", "http://127.0.0.1:1"]) == 1
+        assert "does not answer" in capsys.readouterr().err

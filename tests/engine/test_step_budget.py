@@ -21,7 +21,7 @@ ORDER, OTHER = (2, 0, 3, 1), (1, 3, 0)
 
 def start(tmp_path_factory, name, blocks, *flags):
     folder = tmp_path_factory.mktemp(name)
-    (folder / "config.json").write_text(json.dumps({"blocks": blocks}))
+    (folder / "config.json").write_text(json.dumps({"blocks": {"company": 0, **blocks}}))
     model = SUPPORTED["llama llama3"].write(folder / "model")
     ours = ("--dtype", "float32", "--max-total-tokens", "8000", "--max-running-requests", "8")
     ours += ("--skip-tokenizer-init", "--chunked-prefill-size", str(CHUNK), "--enable-mixed-chunk")

@@ -55,7 +55,7 @@ def test_a_report_has_the_tables_of_its_files_and_a_figure(tmp_path, capsys):
     options = {"split": "calibration", "seed": 0, "blocks": []}
     log.add({"record": "quality", "environment": environment, "options": options})
     for number in range(3):
-        log.add(measurement(f"A/{number}", "none", 0.0, kl=0.5, alone=True))
+        log.add(measurement(f"A/{number}", "none", 0.0, kl=0.5, homes="alone"))
         log.add(measurement(f"A/{number}", "full", 1.0, kl=0.0))
         log.add(measurement(f"A/{number}"))
     assert cli.main(["bench", "report", "--out", str(tmp_path / "out"), str(log.path)]) == 0

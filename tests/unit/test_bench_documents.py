@@ -201,6 +201,20 @@ class TestContexts:
         other = make_contexts(tokenizer, split="calibration", seed=0, per_category=4)
         assert blocks(made) & blocks(other) == set()
 
+    def test_a_context_and_its_library_share_the_leading_text_and_nothing_that_is_asked_for(
+        self, tokenizer, made
+    ):
+        for context in made:
+            own, others = context.prompt, context.library
+            start = own.spans[0]
+            assert others.spans[0] == start
+            assert others.input_ids[:start] == own.input_ids[:start]
+            assert len(others.spans) // 2 == MIN_BLOCKS
+            texts = [tokenizer.decode(p.input_ids[start : p.spans[-1]]) for p in (own, others)]
+            # the line of which the answer is a part stands in the context alone
+            asked = [line for line in texts[0].splitlines() if context.prompt.answer in line]
+            assert not any(line in texts[1] for line in asked if context.prompt.answer)
+
     def test_the_value_stands_in_the_blocks_and_not_in_the_question(self, tokenizer, made):
         for context in made:
             if not context.reference_ids:

@@ -6,12 +6,15 @@ import math
 import random
 import statistics
 
+import published_tables
 import pytest
+import quality
 import report_quality
 import report_serving
 from bench_records import measurement, usage
 from contexts import Context
 from gate import Bounds, judge, outcome_problems
+from homes import HOMES, configured, reordered
 from meter import COVERED, covering, problem
 from meter import Arm as MeterArm
 from mixed import same_up_to_a_tie
@@ -19,6 +22,7 @@ from serving import Arm, account, turn_order
 from soak import growth_problems, memory_slope
 from stats import bootstrap, gap_share, paired_ratio, percentile, slope_per_hour
 
+from sglang_blockreuse.config import BlocksConfig
 from sglang_blockreuse.demo.client import Position
 from sglang_blockreuse.demo.compare import kl_divergence
 from sglang_blockreuse.demo.prompts import Prompt
@@ -108,13 +112,29 @@ class TestMemory:
         assert slope_per_hour([0, 1, 2], [5, 5, 5]) == 0
 
 
+ENVIRONMENT = {
+    "hardware": {"cpu": "x", "cores": 2, "memory_gib": 24, "gpu": None},
+    "packages": {"sglang": "1", "torch": "2"},
+    "commit": "c",
+    "python": "3",
+    "time": "2026-12-01T00",
+}
 CONTEXT = Context("A/0", "A", Prompt(tuple(range(400)), (40, 140, 140, 300, 300, 390), (0, 1, 2), "", ""), ())
 
 
 class TestProblems:
     def test_a_measurement_that_reused_all_it_could_is_one(self):
-        assert problem(CONTEXT, MeterArm("seam", 0.05), usage()) is None
-        assert problem(CONTEXT, MeterArm("none", 0.0, alone=True), usage(reused_tokens=340)) is None
+        assert problem(CONTEXT, MeterArm("seam", 0.05), usage(), homes=HOMES["leading"]) is None
+        for name in HOMES.keys() - {"leading"}:
+            found = usage(reused_tokens=340, prefix_tokens=40)
+            assert problem(CONTEXT, MeterArm("none", 0.0), found, homes=HOMES[name]) is None
+
+    def test_a_first_block_may_begin_as_another_document_and_no_more(self):
+        arm, homes = MeterArm("none", 0.0), HOMES["library-2"]
+        assert problem(CONTEXT, arm, usage(reused_tokens=335, prefix_tokens=45), homes=homes) is None
+        assert "345 reused" in problem(CONTEXT, arm, usage(reused_tokens=335, prefix_tokens=44), homes=homes)
+        found = problem(CONTEXT, arm, usage(reused_tokens=240, prefix_tokens=140), homes=homes)
+        assert found == "140 tokens are an exact prefix, and with them the first block"
 
     @pytest.mark.parametrize(
         ("found", "message"),
@@ -127,7 +147,12 @@ class TestProblems:
         ids=["skipped", "longer prefix", "another policy", "stock server"],
     )
     def test_others_are_none(self, found, message):
-        assert message in problem(CONTEXT, MeterArm("seam", 0.05), found)
+        assert message in problem(CONTEXT, MeterArm("seam", 0.05), found, homes=HOMES["leading"])
+
+
+def test_a_control_is_measured_at_a_share_of_its_own():
+    arms = quality.arms_of(["query", "random@0.05"], [0.0, 0.05, 0.1])
+    assert [arm.name for arm in arms] == ["none 0", "query 0.05", "query 0.1", "random 0.05"]
 
 
 class TestGate:
@@ -252,7 +277,7 @@ class TestRefusal:
         assert report_serving.tables(records)[1] == ["seam"]
 
     def test_quality_prints_no_share_where_a_measurement_is_none(self):
-        fine = [measurement(f"A/{i}", "none", 0.0, kl=0.5, alone=True) for i in range(3)]
+        fine = [measurement(f"A/{i}", "none", 0.0, kl=0.5, homes="alone") for i in range(3)]
         fine += [measurement(f"A/{i}", "full", 1.0, kl=0.0) for i in range(3)]
         fine += [measurement(f"A/{i}") for i in range(3)]
         text, problems = report_quality.tables(fine)
@@ -286,3 +311,45 @@ def test_answers_may_part_only_where_the_reference_had_no_preference():
     assert same_up_to_a_tie({"output_ids": [8, 5]}, reference, tie=2e-4)
     assert not same_up_to_a_tie({"output_ids": [9, 5]}, reference, tie=2e-4)
     assert not same_up_to_a_tie({"output_ids": [6, 5]}, reference, tie=2e-4)
+
+
+class TestHomesOfTheBenchmark:
+    """What is compared, and that only what was measured on the same contexts is."""
+
+    def records(self):
+        found = [measurement(f"A/{i}", "none", 0.0, kl=0.5, homes="alone") for i in range(4)]
+        found += [measurement(f"A/{i}", "none", 0.0, kl=0.2, homes="library-2") for i in range(4)]
+        found += [measurement(f"A/{i}", "query", 0.05, kl=0.05, homes="library-2") for i in range(4)]
+        found += [measurement(f"A/{i}", "seam", 0.05, kl=0.1, homes="library-2") for i in range(2)]
+        return found + [measurement(f"A/{i}", "query", 0.05, kl=0.15) for i in range(4)]
+
+    def test_a_gain_is_paired_over_the_contexts_that_both_have(self):
+        found = self.records()
+        _, baseline = report_quality.baseline_of(found)
+        arms = ("library-2", "query", 0.05), ("leading", "query", 0.05)
+        assert report_quality.gain(found, baseline, *arms).value == pytest.approx(0.2)
+        # two contexts in which the other does better count for those two alone
+        found += [measurement(f"A/{i}", "head", 0.05, kl=0.01) for i in range(2)]
+        other = report_quality.gain(found, baseline, arms[0], ("leading", "head", 0.05))
+        assert (other.value, other.num_clusters) == (pytest.approx(-0.08), 2)
+
+    def test_a_cell_of_fewer_contexts_is_left_out_of_the_table(self):
+        run = {"record": "quality", "environment": ENVIRONMENT, "options": {"seed": [1, 2]}}
+        table = published_tables.quality([run, *self.records()])
+        (seam,) = [line for line in table.splitlines() if "| `seam` |" in line]
+        assert seam.split("|")[1:6] == [" library-2 ", " 4 ", " `seam` ", " 60 [60, 60] ", " – "]
+        assert "gains at 5 %, paired: 20 [20, 20] over `query` behind leading" in table
+        assert "seed 1, 2" in table
+
+    def test_the_earlier_prompt_has_the_same_documents_in_another_order(self):
+        ids = CONTEXT.prompt.input_ids
+        other = reordered(CONTEXT.prompt)
+        assert other.spans == (40, 130, 130, 290, 290, 390)
+        assert other.input_ids == (*ids[:40], *ids[300:390], *ids[140:300], *ids[40:140], *ids[390:])
+        assert HOMES["prompt-2"].earlier(CONTEXT) == other
+        assert HOMES["leading"].earlier(CONTEXT) is None
+
+    def test_a_server_is_measured_as_it_is_configured(self):
+        assert configured({}).name == f"prompt-{BlocksConfig().company}"
+        assert configured({"company": 0}).name == "leading"
+        assert configured({"company": "Two typical documents."}).name == "text"

@@ -27,6 +27,7 @@ def test_the_commands_are_frozen():
         "demo",
         "compile",
         "top",
+        "explain-request",
         "plan",
         "calibrate",
         "calibrate-blocks",

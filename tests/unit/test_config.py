@@ -24,6 +24,7 @@ def test_the_keys_are_frozen():
         "auto",
         "beta",
         "budget",
+        "company",
         "compile",
         "compile_prefix",
         "compile_prefix_text",
@@ -89,6 +90,12 @@ def test_the_layer_plan_flag_wins_over_the_file(tmp_path):
             r"compile_prefix is 'bos'.*compile_prefix_text",
             id="two compile prefixes",
         ),
+        pytest.param(
+            "blocks: {company: -1}", r"blocks\.company is -1.*counts documents", id="fewer than none"
+        ),
+        pytest.param("blocks: {company: 9}", r"blocks\.company is 9.*from 0 to 8", id="a crowd"),
+        pytest.param("blocks: {company: ''}", r"blocks\.company is ''.*no company", id="empty company"),
+        pytest.param("blocks: {company: true}", r"blocks\.company", id="company is no switch"),
         pytest.param("blocks: {min_block_tokens: 0}", r"blocks\.min_block_tokens is 0", id="empty blocks"),
         pytest.param("kernels: fast", "kernels", id="unknown kernels"),
         pytest.param("{", "neither YAML nor JSON", id="not YAML"),

@@ -8,7 +8,7 @@ from home_requests import PLAIN, blocks_behind
 
 from sglang_blockreuse.blocks.compile import Compiler
 from sglang_blockreuse.blocks.match import find
-from sglang_blockreuse.blocks.split import homes
+from sglang_blockreuse.blocks.split import Front, homes
 from sglang_blockreuse.blocks.tiers import Found, HomeSlots, num_on_host, on_device, on_host
 from sglang_blockreuse.types import (
     BlockOptions,
@@ -102,7 +102,7 @@ class TreeOfTwoTiers:
 
 def test_a_block_of_which_the_host_has_the_end_is_found_whole():
     tokens, spans = blocks_behind(20, 1, 50)
-    (home,) = homes(tokens, spans, prefix=tokens[:20], min_block_tokens=32, all_blocks=True)
+    (home,) = homes(tokens, spans, front=Front(tokens[:20]), min_block_tokens=32, all_blocks=True)
     tree = TreeOfTwoTiers(home.tokens, num_device=45)
     (hit,) = find(tree, [home], start=0, end=10**6, namespace=PLAIN)
     assert hit.segment.interval == spans[0]
@@ -112,7 +112,7 @@ def test_a_block_of_which_the_host_has_the_end_is_found_whole():
 
 def test_a_block_whose_compile_prefix_went_to_the_host_too_is_found_whole():
     tokens, spans = blocks_behind(20, 1, 50)
-    (home,) = homes(tokens, spans, prefix=tokens[:20], min_block_tokens=32, all_blocks=True)
+    (home,) = homes(tokens, spans, front=Front(tokens[:20]), min_block_tokens=32, all_blocks=True)
     (hit,) = find(TreeOfTwoTiers(home.tokens, 5), [home], start=0, end=10**6, namespace=PLAIN)
     assert len(hit.slots.device_T) == 0
     assert hit.slots.host_T.tolist() == list(range(1015, 1065)), "what lies before is the prefix's"
@@ -126,7 +126,7 @@ def test_a_block_whose_compile_prefix_went_to_the_host_too_is_found_whole():
 def test_a_home_that_storage_had_was_not_compiled(num_fetched, compiled, fetched):
     tokens, spans = blocks_behind(20, 1, 50)
     compiler, usage = Compiler(), Usage()
-    wanted = homes(tokens, spans, prefix=tokens[:20], min_block_tokens=32, all_blocks=True)
+    wanted = homes(tokens, spans, front=Front(tokens[:20]), min_block_tokens=32, all_blocks=True)
     (job,), _ = compiler.jobs_for(TreeOfTwoTiers(tokens[:0], 0), wanted, PLAIN, usage)
     compiler.ended(job.request_id, num_fetched=num_fetched)
     assert (usage.compiled_tokens, usage.storage_tokens) == (compiled, fetched)

@@ -154,7 +154,7 @@ class TestThePool:
     def test_a_neutral_prefix_counts_beside_the_prompt(self):
         tokens, spans = blocks_behind(20, 2, 50)
         arrivals = Arrivals(
-            config=BlocksConfig(),
+            config=BlocksConfig(company=0),
             tree=CountingTree(),
             compiler=Compiler(),
             metrics=Metrics(),

@@ -9,7 +9,7 @@ from array import array
 from home_requests import CountingTree, blocks_behind, homes_of, manager_of, request
 
 from sglang_blockreuse.blocks.plan import MAX_RUNS
-from sglang_blockreuse.blocks.split import MAX_HOME_VOLUME, bounded, homes
+from sglang_blockreuse.blocks.split import MAX_HOME_VOLUME, Front, bounded, homes
 from sglang_blockreuse.types import Interval
 
 
@@ -59,7 +59,9 @@ class TestWhatARequestMayCost:
     def test_the_longest_blocks_have_homes_where_not_all_can(self):
         tokens = array("q", range(20_000))
         spans = [Interval(100 + 60 * i, 100 + 60 * i + 32 + i % 20) for i in range(300)]
-        kept = bounded(homes(tokens, spans, prefix=tokens[:99], min_block_tokens=32), prompt_len=len(tokens))
+        kept = bounded(
+            homes(tokens, spans, front=Front(tokens[:99]), min_block_tokens=32), prompt_len=len(tokens)
+        )
         assert len(kept) == MAX_RUNS
         assert [home.span for home in kept] == sorted(home.span for home in kept)
         shortest = min(len(home.body) for home in kept)

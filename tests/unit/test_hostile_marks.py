@@ -29,7 +29,7 @@ from sglang_blockreuse.blocks.plan import MAX_RUNS, build_plan
 from sglang_blockreuse.blocks.policy import POLICIES, Evidence, Layout
 from sglang_blockreuse.blocks.request import RequestError, check_prompt, parse_options
 from sglang_blockreuse.blocks.rows import fold_batch, repair_mask
-from sglang_blockreuse.blocks.split import MAX_HOME_VOLUME, bounded, homes
+from sglang_blockreuse.blocks.split import MAX_HOME_VOLUME, Front, bounded, homes
 from sglang_blockreuse.blocks.worth import worth_compiling
 from sglang_blockreuse.config import BlocksConfig
 from sglang_blockreuse.types import BlockOptions, BlockPlan, Interval, LocalSegment
@@ -273,7 +273,7 @@ def test_homes_of_a_prompt_are_made_and_looked_up_in_bounded_time(leading, tree)
     asked = tree()
 
     def arrive():
-        made = homes(prompt, spans, prefix=prompt[:leading], min_block_tokens=SHORTEST)
+        made = homes(prompt, spans, front=Front(prompt[:leading]), min_block_tokens=SHORTEST)
         kept = bounded(made, prompt_len=LONG)
         wanted, _ = worth_compiling(kept, options, start=0, limit=LONG, end=LONG)
         Compiler().jobs_for(asked, wanted, HERE)
@@ -408,7 +408,7 @@ def test_what_a_client_marks_is_planned_in_bounded_time(marked, policy, tau, bud
 
     def serve():
         options = parse_options(params, prompt_len=prompt_len, config=CONFIG)
-        made = homes(prompt, options.spans, prefix=prompt[: spans[0].start], min_block_tokens=SHORTEST)
+        made = homes(prompt, options.spans, front=Front(prompt[: spans[0].start]), min_block_tokens=SHORTEST)
         kept = bounded(made, prompt_len=prompt_len)
         worth_compiling(kept, options, start=0, limit=prompt_len, end=prompt_len)
         segments = [LocalSegment(h.span, h.delta, h.block, h.span.start) for h in kept]

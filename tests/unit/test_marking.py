@@ -21,7 +21,7 @@ from sglang_blockreuse.blocks.mark import (
     text_parts,
 )
 from sglang_blockreuse.blocks.request import RequestError, parse_options
-from sglang_blockreuse.blocks.split import homes
+from sglang_blockreuse.blocks.split import Front, homes
 from sglang_blockreuse.config import CONFIG_ENV, BlocksConfig, ConfigError
 from sglang_blockreuse.settings import prepare_tokenizer
 from sglang_blockreuse.types import Interval, Wait
@@ -209,8 +209,8 @@ def test_a_compile_request_compiles_the_block_that_a_prompt_has_exactly():
 
     tokens = array("q", range(30))
     spans = [Interval(5, 15), Interval(15, 30)]
-    kept = homes(tokens, spans, prefix=range(5), min_block_tokens=4)
-    everything = homes(tokens, spans, prefix=range(5), min_block_tokens=4, all_blocks=True)
+    kept = homes(tokens, spans, front=Front(array("q", range(5))), min_block_tokens=4)
+    everything = homes(tokens, spans, front=Front(array("q", range(5))), min_block_tokens=4, all_blocks=True)
     assert ([h.block for h in kept], [h.block for h in everything]) == ([1], [0, 1])
 
 
@@ -219,7 +219,9 @@ class TestStayingBehind:
         from array import array
 
         tree = SimpleNamespace(lookup=lambda tokens, namespace: (0, None))
-        wanted = homes(array("q", range(30)), [Interval(5, 30)], prefix=(7,), min_block_tokens=4)
+        wanted = homes(
+            array("q", range(30)), [Interval(5, 30)], front=Front(array("q", (7,))), min_block_tokens=4
+        )
         return compiler.stay_behind(compiler.jobs_for(tree, wanted, None)[0], "main")
 
     @pytest.mark.parametrize("end", ["prompt_computed", "ended"])

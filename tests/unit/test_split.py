@@ -8,7 +8,7 @@ import pytest
 
 from sglang_blockreuse.blocks.compile import Compiler
 from sglang_blockreuse.blocks.match import Namespace
-from sglang_blockreuse.blocks.split import compile_prefix, homes
+from sglang_blockreuse.blocks.split import Front, compile_prefix, homes
 from sglang_blockreuse.config import BlocksConfig
 from sglang_blockreuse.types import Interval, Wait
 
@@ -38,7 +38,7 @@ class DictTree:
 def homes_of(prompt=PROMPT, spans=SPANS, **config):
     settings = BlocksConfig(**config)
     prefix = compile_prefix(prompt, spans[0].start, config=settings, bos=7)
-    return homes(prompt, spans, prefix=prefix, min_block_tokens=settings.min_block_tokens)
+    return homes(prompt, spans, front=Front(prefix), min_block_tokens=settings.min_block_tokens)
 
 
 def waiting(compiler, request_ids) -> Wait:

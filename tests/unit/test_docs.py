@@ -75,7 +75,7 @@ class TestEveryPage:
         )
         shown = re.sub(r'"\$\(.*?\)"', "MODEL", shown)
         for part in re.findall(r"^sglang-blockreuse .*|(?<=&& )sglang-blockreuse .*", shown, re.MULTILINE):
-            words = shlex.split(re.split(r" #| &&", part)[0])
+            words = shlex.split(re.split(r" #| &&| >", part)[0])
             check_command([PLACEHOLDERS.get(word, word) for word in words[1:]])
 
     def test_commands_in_the_text_exist(self, page):

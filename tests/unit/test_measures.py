@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_blockreuse.kernels.reference_index import IndexMap, measured_ranges
 from sglang_blockreuse.layers.calibration.case import Case
 from sglang_blockreuse.layers.calibration.followers import follow
 from sglang_blockreuse.layers.calibration.llama import Llama
@@ -153,3 +154,39 @@ def test_two_texts_weigh_by_their_rows(case, model_path):
     plan = bound_of("F" + "R" * 29, SMALL)
     both, one, two = (follow(cases, plan)[1] for cases in ([case, other], [case], [other]))
     assert both.recall == pytest.approx((12 * one.recall + 4 * two.recall) / 16)
+
+
+class TestParametersAndResults:
+    """Two axes: one map in every layer, and one layer's list in every layer."""
+
+    @staticmethod
+    def lists(case, pattern, scorer):
+        found = {}
+        case.selections(
+            bound_of(pattern, SMALL, scorer),
+            lambda layer, read, lent, logits: found.update({layer.layer: mask_of(read, logits.shape[-1])}),
+        )
+        return found
+
+    @pytest.fixture
+    def shared_map(self, case, monkeypatch):
+        """One projection of 32 channels for all layers, no layer's own."""
+        torch.manual_seed(0)
+        num_channels, (num_kv_heads, head_dim) = 32, (case.model.num_kv_heads, case.model.head_dim)
+        basis_CM = torch.linalg.qr(torch.randn(num_kv_heads * head_dim, num_channels)).Q.T.contiguous()
+        per_head = basis_CM.unflatten(1, (num_kv_heads, -1)).transpose(0, 1)
+        query_QCD = per_head.repeat_interleave(NUM_HEADS // num_kv_heads, 0).contiguous()
+        keys_TEC = torch.einsum("htd,hcd->tc", case._keys[0], per_head)[:, None]
+        index = IndexMap(basis_CM[None], query_QCD, *measured_ranges(keys_TEC))
+        monkeypatch.setattr(case, "weights", {"one": dict.fromkeys(range(NUM_LAYERS), index)}, raising=False)
+        return Scorer(kind="learned", weights="one", weights_sha256="0" * 64)
+
+    def test_one_map_in_every_layer_gives_every_layer_a_list_of_its_own(self, case, shared_map):
+        lists = self.lists(case, "F" * NUM_LAYERS, shared_map)
+        for layer in range(1, NUM_LAYERS):
+            assert float(jaccard(lists[layer - 1], lists[layer]).mean()) < 0.95, layer
+
+    def test_one_list_in_every_layer_needs_no_map_in_common(self, case, shared_map):
+        for scorer in (Scorer(), shared_map):
+            lists = self.lists(case, "F" + "R" * (NUM_LAYERS - 1), scorer)
+            assert all(torch.equal(lists[0], each) for each in lists.values())

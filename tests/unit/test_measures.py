@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_blockreuse.kernels.reference_index import IndexMap, measured_ranges
 from sglang_blockreuse.layers.calibration.case import Case
-from sglang_blockreuse.layers.calibration.followers import follow
+from sglang_blockreuse.layers.calibration.followers import follow, worst_coverage
 from sglang_blockreuse.layers.calibration.llama import Llama
 from sglang_blockreuse.layers.calibration.measures import jaccard, margin, mask_of, mass_recall, recall, rho
 from sglang_blockreuse.layers.calibration.pattern import PER_HEAD, bound_of
@@ -121,6 +121,24 @@ class TestOnTheModel:
         everything = Selection(final_k=48, pool_size=400, sink=4, window=16)
         for at in follow([case], bound_of("F" + "X" * 29, everything))[1:]:
             assert (at.coverage, at.recall, at.stable) == (1.0, 1.0, 1.0)
+
+    def test_larger_pools_are_seen_to_cover_more(self, case):
+        """The ladder of a plan is what plans with those pools have."""
+        plan = bound_of("F" + "X" * 29, SMALL)
+        worst = worst_coverage(follow([case], plan))
+        assert worst[0] < worst[1] < worst[2]
+        assert worst[3] == 1.0, "eight times 48 are more than the text"
+        four = bound_of("F" + "X" * 29, Selection(final_k=48, pool_size=4 * 48, sink=4, window=16))
+        assert min(at.coverage for at in follow([case], four)[1:]) == pytest.approx(worst[2])
+        text = Report(
+            model="m", options={}, environment={}, judged=[], followers={"mine": follow([case], plan)}
+        )
+        assert f"4 x final_k: {worst[2]:.3f}" in text.to_markdown()
+
+    def test_a_layer_that_follows_no_full_one_has_no_ladder(self, case):
+        found = follow([case], bound_of("FXR" + "F" * 27, SMALL))
+        assert [bool(at.coverage_by_pool) for at in found[:3]] == [False, True, False]
+        assert worst_coverage(found[2:]) == []
 
     def test_lists_per_kv_head_hold_more_of_the_heads_mass(self, case):
         plans = [bound_of("F" * NUM_LAYERS, SMALL, scorer) for scorer in (Scorer(), PER_HEAD)]

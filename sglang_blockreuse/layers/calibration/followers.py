@@ -22,6 +22,7 @@ from .case import Case
 from .measures import jaccard, margin, mask_of, mass_recall, recall, rho
 
 _LOW = 0.05  # the quantile over rows
+POOLS = (1, 2, 4, 8)  # pool sizes that are tried, in multiples of final_k
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,9 @@ class Follower:
         float | None
     )  # share of rows whose list (in a pool: whose coverage) is proven, ties counted as not
     num_ties: int
+    coverage_by_pool: list[
+        float
+    ]  # C, were its anchor's pool so large, for POOLS; empty where no full layer lends
 
     @property
     def mass(self) -> float:
@@ -51,6 +55,13 @@ class Follower:
     @property
     def worst_head(self) -> int:
         return min(range(len(self.mass_by_head)), key=self.mass_by_head.__getitem__)
+
+
+def worst_coverage(layers: Sequence[Follower]) -> list[float]:
+    """For each of POOLS the least C of all layers; empty where no layer follows a full one."""
+    return [
+        min(each) for each in zip(*(at.coverage_by_pool for at in layers if at.coverage_by_pool), strict=True)
+    ]
 
 
 def follow(cases: Sequence[Case], plan: BoundPlan) -> list[Follower]:
@@ -103,6 +114,13 @@ class _Watcher:
             if layer.role == "reindex":
                 kept = self.selection.pool_size or k
                 part["coverage"] = recall(mask_of(lent[layer.anchor, "pool"], num_keys), own_RJ)
+            if self.plan.layers[layer.anchor].role == "full":
+                part["pools"] = torch.stack(
+                    [
+                        recall(mask_of(anchor_ranked_RJ.topk(size, -1).indices, num_keys), own_RJ)
+                        for size in (min(times * k, num_keys) for times in POOLS)
+                    ]
+                )
             part["rho"] = rho(anchor_RJ, scores_RJ, margin(anchor_ranked_RJ, k, kept))
         self.found[layer.layer].append(part)
 
@@ -128,5 +146,6 @@ def _joined(layer: BoundLayer, parts: Sequence[dict[str, Tensor]]) -> Follower:
         coverage=float(whole["coverage"].mean()) if "coverage" in whole else None,
         mass_by_head=whole["mass"].mean(-1).tolist(),
         low_by_head=whole["mass"].quantile(_LOW, -1).tolist(),
+        coverage_by_pool=whole["pools"].mean(-1).tolist() if "pools" in whole else [],
         **by_row,
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .followers import Follower
+from .followers import POOLS, Follower, worst_coverage
 from .judge import Judged
 from .overlap import MEASURES, Overlap
 from .replay import Replay
@@ -188,10 +188,13 @@ def _list_table(layers: list[Follower]) -> list[str]:
         ]
         lines.append(" | ".join(map(str, cells)))
     ties = sum(at.num_ties for at in layers)
+    by_pool = zip(POOLS, worst_coverage(layers), strict=False)
+    pools = ", ".join(f"{times} x final_k: {worst:.3f}" for times, worst in by_pool)
     return [
         *lines,
         "",
         "Jaccard and recall are of the list and the layer's own best by exact keys, C of its anchor's pool; mass is",
         "over each head's own best positions of the same number. Below a rho of 1 the list is proven to be the layer's",
         f"own (in a pool: to lie inside it). {ties} rows and layers are ties at that border.",
+        *(["", f"C of the worst layer, were pools so large: {pools}."] if pools else []),
     ]

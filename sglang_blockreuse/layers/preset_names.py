@@ -19,7 +19,7 @@ import msgspec
 
 from . import presets
 from .plan import ModelSpec, PlanError, Scorer, Selection
-from .plan_loader import LayerPlan
+from .plan_loader import LayerPlan, parse_plan
 
 _EXACT = Scorer()
 OPTIONS = ("pool_size", "full", "kv", "self_layers", "routed_heads")
@@ -47,7 +47,7 @@ class Shape:
         return self.num_layers // 2 if self.self_layers is None else self.self_layers
 
     def selection(self, *, pool: bool = False) -> Selection:
-        size = self.pool_size or 4 * self.final_k
+        size = 4 * self.final_k if self.pool_size is None else self.pool_size
         return Selection(final_k=self.final_k, pool_size=size if pool else None)
 
 
@@ -76,12 +76,16 @@ def named(name: str, shape: Shape) -> LayerPlan:
             "Say --trained for one that was. For any other take indexcache or lisa-dagger, which share no KV"
         )
         raise PlanError(source, "--trained", False, rule, fix)
+    if preset.trained_for is None and shape.trained:
+        rule = f"{name} asks nothing of a checkpoint and shares no KV"
+        raise PlanError(source, "--trained", True, rule, "Leave --trained out")
     model = ModelSpec(
         architecture=shape.architecture,
         num_layers=shape.num_layers,
         trained_sharing=preset.trained_for is not None,
     )
-    return LayerPlan(msgspec.structs.replace(preset.build(shape).spec, name=name, model=model), source)
+    plan = LayerPlan(msgspec.structs.replace(preset.build(shape).spec, name=name, model=model), source)
+    return parse_plan(plan.to_yaml(), source)  # read back as a user's file is, every value checked
 
 
 def known(name: str) -> Preset:
@@ -127,7 +131,7 @@ def _heads(scorer: Callable[[int], Scorer]) -> Callable[[Shape], LayerPlan]:
     """Every layer scans by a few heads; with `full`, the others follow."""
 
     def build(shape: Shape) -> LayerPlan:
-        chosen = scorer(shape.routed_heads or 8)
+        chosen = scorer(8 if shape.routed_heads is None else shape.routed_heads)
         return presets.index_cache(shape.num_layers, shape.full_or_every(1), shape.selection(), scorer=chosen)
 
     return build

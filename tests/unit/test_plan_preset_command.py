@@ -59,7 +59,7 @@ class TestEveryPreset:
 
     @pytest.mark.parametrize("num_layers", [4, 5, 30, 61])
     def test_models_of_any_size_have_a_plan(self, name, num_layers):
-        shape = Shape(num_layers=num_layers, trained=True)
+        shape = Shape(num_layers=num_layers, trained=PRESETS[name].trained_for is not None)
         assert named(name, shape).bind(num_layers, None).num_layers == num_layers
 
 
@@ -138,6 +138,9 @@ class TestRefused:
             (["yoco", "--trained", "--layers", "12", "--self-layers", "0"], "--self-layers: got 0"),
             (["csa2", "--trained", "--layers", "12", "--kv", "2", "40"], "--kv: got 40"),
             (["lisa-dagger", "--layers", "12", "--pool-size", "9"], "pool_size: got 9, but a pool smaller"),
+            (["lisa-dagger", "--layers", "12", "--pool-size", "0"], "pool_size: got 0"),
+            (["misa", "--layers", "12", "--routed-heads", "0"], "num_routed_heads: got 0"),
+            (["lisa", "--layers", "12", "--trained"], "--trained: got True, but lisa asks nothing"),
         ],
     )
     def test_what_cannot_be_meant_is_a_message(self, words, says, capsys):

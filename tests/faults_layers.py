@@ -5,7 +5,7 @@ from __future__ import annotations
 from faults import Fault
 
 LAYERS = "sglang_blockreuse/layers"
-STATE, DECODE, REFRESH, SCORERS, PAGES, MODES, PLAN = (
+STATE, DECODE, REFRESH, SCORERS, PAGES, MODES, PLAN, MEASURES, PRESETS = (
     f"tests/unit/test_{name}.py"
     for name in (
         "share_state",
@@ -15,6 +15,8 @@ STATE, DECODE, REFRESH, SCORERS, PAGES, MODES, PLAN = (
         "pages",
         "row_modes",
         "layer_plan",
+        "measures",
+        "plan_preset_command",
     )
 )
 
@@ -220,5 +222,40 @@ LAYER_FAULTS = [
         "if source.kv_from is not None:",
         "if source.kv_from == -1:",
         PLAN,
+    ),
+    _fault(
+        "Jaccard over one of the two sets",
+        "calibration/measures",
+        "/ (one_RJ | other_RJ).sum(-1)",
+        "/ one_RJ.sum(-1)",
+        f"{MEASURES} -k jaccard",
+    ),
+    _fault(
+        "mass is not compared with the head's own best",
+        "calibration/measures",
+        "return found_QR / shares_QRJ.topk(read_QRK.shape[-1], -1).values.sum(-1)",
+        "return found_QR",
+        f"{MEASURES} -k own_best",
+    ),
+    _fault(
+        "the band of a pool is the margin of its best",
+        "calibration/measures",
+        "- best[:, kept]",
+        "- best[:, wanted]",
+        f"{MEASURES} -k first_that_is_not_kept",
+    ),
+    _fault(
+        "a guarantee at the whole margin",
+        "calibration/measures",
+        "2 * moved_R / margin_R",
+        "moved_R / margin_R",
+        f"{MEASURES} -k below_one",
+    ),
+    _fault(
+        "a scheme that shares KV is written for any checkpoint",
+        "preset_names",
+        "if preset.trained_for is not None and not shape.trained:",
+        "if False:",
+        f"{PRESETS} -k learned",
     ),
 ]

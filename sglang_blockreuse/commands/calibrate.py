@@ -266,6 +266,7 @@ class _Run:
     def _judge(self, report: Any, plans: list[LayerPlan]) -> None:
         from tqdm import tqdm
 
+        from ..layers.calibration.followers import follow
         from ..layers.calibration.judge import at_budget, judge
         from ..layers.calibration.replay import replay
         from ..layers.calibration.texts import CHOICE, HELD_OUT
@@ -287,6 +288,7 @@ class _Run:
             report.judged.append(
                 judge(name, plan, cases, self._shape(), num_tokens=self.arguments.lengths[1])
             )
+        report.followers = {name: follow(cases, plan) for name, plan in bound.items()}
         report.replays = {name: replay(cases[0], plan) for name, plan in bound.items()}
 
     def _weights(self, plans: Iterable[BoundPlan]) -> dict[str, Any]:

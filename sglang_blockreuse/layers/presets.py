@@ -1,6 +1,6 @@
 """Known sharing schemes as layer plans, and SGLang's own index-sharing keys read as one.
 
-Each function returns a checked `LayerPlan`; print it with `to_yaml()` to start a file from it. A preset
+Each function returns a checked `LayerPlan`; `plan preset` writes those that a server runs (`preset_names`). A preset
 states a structure and does not say that it suits a model: calibrate it, or pass `trained_sharing=True` for a
 checkpoint that was trained this way.
 
@@ -79,6 +79,7 @@ def csa2(
     candidate_source: int,
     selection: Selection,
     own_window: int = 128,
+    scorer: Scorer = TRAINED_INDEXER,
     trained_sharing: bool = False,
 ) -> LayerPlan:
     """DeepSeek-V4.1: Full, Reindex and Reuse layers over a few KV sources, as its config names them.
@@ -104,7 +105,7 @@ def csa2(
         )
 
     model = ModelSpec(num_layers=num_layers, trained_sharing=trained_sharing)
-    return _plan("csa2", num_layers, entry, selection=selection, scorer=TRAINED_INDEXER, model=model)
+    return _plan("csa2", num_layers, entry, selection=selection, scorer=scorer, model=model)
 
 
 def hybrid_oracle(
@@ -142,7 +143,12 @@ def yoco(num_layers: int, num_self_layers: int, *, trained_sharing: bool = False
 
 
 def clsa(
-    num_layers: int, num_self_layers: int, selection: Selection, *, trained_sharing: bool = False
+    num_layers: int,
+    num_self_layers: int,
+    selection: Selection,
+    *,
+    scorer: Scorer = TRAINED_INDEXER,
+    trained_sharing: bool = False,
 ) -> LayerPlan:
     """YOCO with one routing: the first cross-decoder layer scores the shared KV, the others reuse that."""
     last, router = num_self_layers - 1, num_self_layers
@@ -155,7 +161,7 @@ def clsa(
         return LayerEntry(layers=layer, role="reuse", anchor=router, kv_from=last)
 
     model = ModelSpec(num_layers=num_layers, trained_sharing=trained_sharing)
-    return _plan("clsa", num_layers, entry, selection=selection, scorer=TRAINED_INDEXER, model=model)
+    return _plan("clsa", num_layers, entry, selection=selection, scorer=scorer, model=model)
 
 
 def from_sglang_config(config: Mapping[str, Any], *, source: str = "config.json") -> LayerPlan:

@@ -15,7 +15,7 @@ import torch
 from looks import counts
 from prompts import Library, ask, distance, know, random_ids, usage
 from servers import lease
-from tiny_models import NUM_LAYERS, SUPPORTED, VOCAB
+from tiny_models import CONTEXT, NUM_LAYERS, SUPPORTED, VOCAB
 from tolerances import CHAPTER, FULL_PREFILL_LOGPROB, KERNEL_OUT
 
 from sglang_blockreuse.kernels import reference
@@ -215,15 +215,37 @@ class TestChunksOnTheEngine:
             )
 
     def test_a_window_cut_on_the_left_is_another_prefix(self, server):
-        """Five rebuilds for 13 tokens in a window of 8, each from position 0."""
+        """Five rebuilds for 13 tokens in a window of 8, each from position 0; each answers as the window alone does."""
         rebuilds, tokens = 0, random_ids(LENGTH, random.Random(8), IDS)
         assert len(set(tokens)) == LENGTH
+        answers = []
         for end in range(1, LENGTH + 1):
             window = tokens[max(0, end - WINDOW) : end]
-            cached = ask(server, window, new_tokens=1)["meta_info"]["cached_tokens"]
+            answers.append(ask(server, window, new_tokens=1))
+            cached = answers[-1]["meta_info"]["cached_tokens"]
             assert cached == (end - 1 if end <= WINDOW else 0)
             rebuilds += end > 1 and cached == 0
         assert rebuilds == LENGTH - WINDOW
+        for end in range(1, LENGTH + 1):
+            server.flush_cache()
+            alone = ask(server, tokens[max(0, end - WINDOW) : end], new_tokens=1)
+            assert distance(answers[end - 1], alone) <= FULL_PREFILL_LOGPROB
+        whole = ask(server, tokens, new_tokens=1)
+        assert distance(answers[-1], whole) > 100 * FULL_PREFILL_LOGPROB, "what left the window would be seen"
+
+    def test_a_prompt_past_the_context_is_refused_and_the_server_goes_on(self, server):
+        too_long = random_ids(CONTEXT + 1, random.Random(9), IDS)
+        server.flush_cache()
+        expected = ask(server, self.prompt)
+        server.flush_cache()
+        with pytest.raises(Exception, match=rf"HTTP 400.*{CONTEXT}"):
+            ask(server, too_long)
+        spans = [10, 100, 100, 300]
+        with pytest.raises(Exception, match=rf"HTTP 400.*{CONTEXT}"):
+            ask(server, too_long, blockreuse_spans=spans)
+        assert distance(ask(server, self.prompt), expected) == 0.0
+        fits = ask(server, too_long[: CONTEXT - 8], new_tokens=1, blockreuse_spans=spans)
+        assert fits["meta_info"]["prompt_tokens"] == CONTEXT - 8
 
     def test_a_document_cut_on_the_left_is_another_block(self, server):
         ids, spans = LIBRARY.prompt((0, 1))

@@ -13,8 +13,11 @@ import yaml
 from places import ROOT
 
 from sglang_blockreuse import cli
+from sglang_blockreuse.blocks.request import KEYS
 from sglang_blockreuse.commands.bench import BENCHMARKS
 from sglang_blockreuse.config import Config
+from sglang_blockreuse.layers import plan
+from sglang_blockreuse.layers.preset_names import PRESETS
 from sglang_blockreuse.metrics import PREFIX, SERIES
 
 PAGES = sorted(
@@ -75,13 +78,13 @@ class TestEveryPage:
         )
         shown = re.sub(r'"\$\(.*?\)"', "MODEL", shown)
         for part in re.findall(r"^sglang-blockreuse .*|(?<=&& )sglang-blockreuse .*", shown, re.MULTILINE):
-            words = shlex.split(re.split(r" #| &&", part)[0])
+            words = shlex.split(re.split(r" #| &&| >", part)[0])
             check_command([PLACEHOLDERS.get(word, word) for word in words[1:]])
 
     def test_commands_in_the_text_exist(self, page):
         for name in re.findall(r"`sglang-blockreuse ([\w-]+)", text_of(page)):
             assert name in cli.COMMANDS, name
-        for name in re.findall(r"`(?:sglang-blockreuse )?bench (\w+)", text_of(page)):
+        for name in re.findall(r"`(?:sglang-blockreuse )?bench ([\w-]+)", text_of(page)):
             assert name in BENCHMARKS, name
 
 
@@ -161,3 +164,67 @@ def test_security_s_evidence_exists():
 def test_contributing_names_test_files_that_exist():
     for name in re.findall(r"`(test_\w+?)(?:_\*)?`", text_of(Path("CONTRIBUTING.md"))):
         assert list((ROOT / "tests").glob(f"*/{name}*.py")), name
+
+
+class TestSources:
+    """The table of mechanisms: what it names is there, and what is not whole says what is missing."""
+
+    rows = tuple(
+        [cell.strip() for cell in line[1:-1].split("|")]
+        for line in text_of(Path("docs/sources.md")).splitlines()
+        if line.startswith("| ") and not line.startswith("| mechanism")
+    )
+
+    def test_every_row_has_its_five_cells_and_none_stands_twice(self):
+        assert {len(row) for row in self.rows} == {5}
+        assert len(self.rows) > 120
+        assert len({row[0] for row in self.rows}) == len(self.rows)
+
+    def test_every_verdict_is_whole_or_says_what_is_missing(self):
+        for what, where, _, tests, verdict in self.rows:
+            assert re.fullmatch(r"whole|(partly|not served): .{8,}", verdict), (what, verdict)
+            assert verdict.startswith("not served") or (where and tests), what
+
+    def test_every_file_exists(self):
+        for what, where, *_ in self.rows:
+            for name in re.findall(r"`([\w/]+\.\w+)`", where):
+                assert (ROOT / "sglang_blockreuse" / name).exists() or (ROOT / name).exists(), (what, name)
+
+    def test_every_test_exists(self):
+        num_named = sum(len(check_tests(tests)) for *_, tests, _ in self.rows)
+        assert num_named > 150
+
+    def test_every_setting_exists(self):
+        sections = {"selection": plan.Selection, "scorer": plan.Scorer}
+        for what, _, how, *_ in self.rows:
+            for section, key in re.findall(r"`(selection|scorer)\.(\w+)", how):
+                assert key in plan.entry_fields(sections[section]), (what, key)
+            for name in re.findall(r"`(blockreuse_\w+)", how):
+                assert name in KEYS, (what, name)
+            for name in re.findall(r"`plan preset ([\w-]+)", how):
+                assert name in PRESETS, (what, name)
+
+    @pytest.mark.parametrize(
+        "cell",
+        [
+            "`tests/unit/test_docs.py` `test_that_nobody_wrote`",
+            "`tests/unit/test_cli.py` `test_every_file_exists`",
+            "`test_every_file_exists`",
+        ],
+        ids=["no such test", "of another file", "of no file"],
+    )
+    def test_a_test_that_does_not_exist_is_seen(self, cell):
+        with pytest.raises(AssertionError):
+            check_tests(cell)
+
+
+def check_tests(cell: str) -> list[str]:
+    """The tests that a cell names, each behind its file; AssertionError for one that is not in it."""
+    found, source = [], ""
+    for name in re.findall(r"`([^`]+)`", cell):
+        if name.endswith(".py"):
+            source = (ROOT / name).read_text()
+        else:
+            assert f"def {name}(" in source, cell
+            found.append(name)
+    return found

@@ -20,8 +20,10 @@ from torch import Tensor
 from ..plan import BoundLayer, BoundPlan, Selection
 from .llama import Llama
 
-# scores of a layer: (layer, share of the softmax mass [Q, R, J], its sum over heads [R, J])
-Watch = Callable[[int, Tensor, Tensor], None]
+# a layer's logits: (layer, [Q, R, J], minus infinity in a row's future)
+Watch = Callable[[int, Tensor], None]
+# what a layer would read: (layer, positions [R, K] or [Q, R, K], what layers lent up to here, its logits)
+Note = Callable[[BoundLayer, Tensor, dict[tuple[int, str], Tensor], Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,18 @@ class Case:
             hidden = self._layer(layer, hidden, plan, chosen, watch)
         return model.log_probs(hidden), new
 
+    def selections(self, plan: BoundPlan, note: Note) -> None:
+        """Dense decode, over the KV that the plan gives each layer, in which every layer that is not dense says what
+        it would read under the plan."""
+        chosen: dict[tuple[int, str], Tensor] = {}
+
+        def watch(layer: int, logits_QRJ: Tensor) -> None:
+            bound = plan.layers[layer]
+            if bound.role != "dense":
+                note(bound, self._indices(bound, plan, logits_QRJ, chosen), chosen, logits_QRJ)
+
+        self.log_probs(plan.all_dense() if plan.shared_layers else None, watch=watch)
+
     def layer_alone(self, layer: int, dense: Trace, plan: BoundPlan) -> Tensor:
         """The layer's output under a plan on the inputs of dense decode, its anchors on theirs.
 
@@ -171,8 +185,7 @@ class Case:
         # only rows' own keys can lie in a row's future
         logits_QRJ[..., self.num_tokens :].masked_fill_(self.future[:, self.num_tokens :], -torch.inf)
         if watch is not None:
-            shares = logits_QRJ.softmax(-1)
-            watch(layer, shares, shares.sum(0))
+            watch(layer, logits_QRJ)
         bound = plan.layers[layer] if plan is not None else None
         if plan is not None and bound is not None and bound.role != "dense":
             indices = self._indices(bound, plan, logits_QRJ, chosen)
@@ -221,6 +234,10 @@ class Case:
         if pool_RM is not None:
             logits_QRJ = logits_QRJ.gather(-1, pool_RM.expand(logits_QRJ.shape[0], -1, -1))
         return logits_QRJ.softmax(-1)
+
+    def ranked(self, shares_QRJ: Tensor, selection: Selection) -> Tensor:
+        """[R, J], what one list for all heads ranks: infinite on sinks and window, minus infinity in a row's future."""
+        return self._forcing(shares_QRJ.sum(0), selection, None)
 
     def _forcing(self, scores: Tensor, selection: Selection, pool_RM: Tensor | None) -> Tensor:
         """Scores [..., R, J or M] made infinite on sinks and window."""

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..plan import Selection
 from .case import Case
+from .measures import jaccard, margin, mask_of, recall, rho
 
 MAX_DISTANCE = 12
 MEASURES = ("jaccard", "recall", "coverage", "mass", "pool_mass", "worst_head", "p5", "stable")
@@ -74,9 +75,10 @@ def _of_case(case: Case, selection: Selection) -> Overlap:
     recent: list[_Selected] = []
     num_ties = 0
 
-    def watch(layer: int, shares_QRJ: Tensor, scores_RJ: Tensor) -> None:
+    def watch(layer: int, logits_QRJ: Tensor) -> None:
         nonlocal num_ties
-        new = _Selected.of(layer, case, scores_RJ, selection)
+        shares_QRJ = logits_QRJ.softmax(-1)
+        new = _Selected.of(layer, case, shares_QRJ.sum(0), selection)
         num_ties += int((new.margin_R == 0).sum())
         recent.append(new)
         if len(recent) > MAX_DISTANCE + 1:
@@ -104,39 +106,31 @@ class _Selected:
         forced = case.forced(torch.arange(scores_RJ.shape[-1]), selection)
         ranked = scores_RJ.masked_fill(forced, torch.inf).masked_fill(case.future, -torch.inf)
         size = min(max(selection.pool_size or 0, selection.final_k) + 1, ranked.shape[-1])
-        values, order = ranked.topk(size, -1)
+        order = ranked.topk(size, -1).indices
         k, pool = selection.final_k, selection.pool_size or selection.final_k
         indices, wide = order[:, :k], order[:, :pool]
-        border = values[:, k - 1] - values[:, k] if size > k else torch.full((len(values),), torch.inf)
         return cls(
             layer,
             scores_RJ.masked_fill(forced, 0.0),
             indices,
-            _mask(indices, ranked),
+            mask_of(indices, ranked.shape[-1]),
             wide,
-            _mask(wide, ranked),
-            border,
+            mask_of(wide, ranked.shape[-1]),
+            margin(ranked, k, k),
         )
 
     def serves(self, other: _Selected, shares_QRJ: Tensor) -> dict[str, float]:
-        common_R = (self.chosen_RJ & other.chosen_RJ).sum(-1).float()
-        num_chosen = other.indices_RK.shape[-1]
         num_heads = len(shares_QRJ)
         mass_QR = shares_QRJ.gather(-1, self.indices_RK.expand(num_heads, -1, -1)).sum(-1)
         pool_mass_QR = shares_QRJ.gather(-1, self.pool_RM.expand(num_heads, -1, -1)).sum(-1)
-        moved_R = (other.scores_RJ - self.scores_RJ).abs().amax(-1)
-        sure_R = self.margin_R > 0
+        rho_R = rho(self.scores_RJ, other.scores_RJ, self.margin_R)
         return {
-            "jaccard": float((common_R / (2 * num_chosen - common_R)).mean()),
-            "recall": float((common_R / num_chosen).mean()),
-            "coverage": float(((self.pooled_RJ & other.chosen_RJ).sum(-1) / num_chosen).mean()),
+            "jaccard": float(jaccard(self.chosen_RJ, other.chosen_RJ).mean()),
+            "recall": float(recall(self.chosen_RJ, other.chosen_RJ).mean()),
+            "coverage": float(recall(self.pooled_RJ, other.chosen_RJ).mean()),
             "mass": float(mass_QR.mean()),
             "pool_mass": float(pool_mass_QR.mean()),
             "worst_head": float(mass_QR.mean(1).min()),
             "p5": float(mass_QR.mean(0).quantile(0.05)),
-            "stable": float(((2 * moved_R < self.margin_R) & sure_R).float().mean()),
+            "stable": float((rho_R < 1).float().mean()),
         }
-
-
-def _mask(indices: Tensor, like: Tensor) -> Tensor:
-    return torch.zeros(like.shape, dtype=torch.bool).scatter_(-1, indices, True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .followers import POOLS, Follower, worst_coverage
 from .judge import Judged
 from .overlap import MEASURES, Overlap
 from .replay import Replay
@@ -26,6 +27,7 @@ class Report:
     history: list[Found] = field(default_factory=list)
     overlap: Overlap | None = None
     replays: dict[str, Replay] = field(default_factory=dict)
+    followers: dict[str, list[Follower]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         overlap = None
@@ -48,6 +50,7 @@ class Report:
             "search": [vars(found) for found in self.history],
             "overlap": overlap,
             "replay": {name: vars(replay) for name, replay in self.replays.items()},
+            "lists": {name: [vars(layer) for layer in layers] for name, layers in self.followers.items()},
         }
 
     def to_markdown(self) -> str:
@@ -64,6 +67,9 @@ class Report:
                 "",
                 *self._overlap_table(),
             ]
+        for name, layers in self.followers.items():
+            if layers:
+                lines += ["", f"## What layers read under {name}, dense inputs", "", *_list_table(layers)]
         for name, replay in self.replays.items():
             lines += ["", f"## Errors of {name}: the layers' own, and what reaches the layer's output", ""]
             lines += ["layers | own miss | total", "--- | --- | ---"]
@@ -161,3 +167,34 @@ class Report:
         figure.colorbar(image, label="softmax mass on the selection")
         figure.savefig(file, dpi=150)
         pyplot.close(figure)
+
+
+def _list_table(layers: list[Follower]) -> list[str]:
+    head = "layer | role | from | Jaccard | recall | C | mass | worst head | its 5 % | rho, median | rho, 95 % | proven"
+    lines = [head, " | ".join(["---"] * (head.count("|") + 1))]
+    for at in layers:
+        rho = ("-", "-") if at.rho is None else tuple(f"{value:.1f}" for value in at.rho)
+        cells = [at.layer, at.role, "-" if at.anchor is None else at.anchor]
+        cells += [
+            f"{at.jaccard:.3f}",
+            f"{at.recall:.3f}",
+            "-" if at.coverage is None else f"{at.coverage:.3f}",
+        ]
+        cells += [f"{at.mass:.3f}", f"{at.mass_by_head[at.worst_head]:.3f} ({at.worst_head})"]
+        cells += [
+            f"{at.low_by_head[at.worst_head]:.3f}",
+            *rho,
+            "-" if at.stable is None else f"{at.stable:.3f}",
+        ]
+        lines.append(" | ".join(map(str, cells)))
+    ties = sum(at.num_ties for at in layers)
+    by_pool = zip(POOLS, worst_coverage(layers), strict=False)
+    pools = ", ".join(f"{times} x final_k: {worst:.3f}" for times, worst in by_pool)
+    return [
+        *lines,
+        "",
+        "Jaccard and recall are of the list and the layer's own best by exact keys, C of its anchor's pool; mass is",
+        "over each head's own best positions of the same number. Below a rho of 1 the list is proven to be the layer's",
+        f"own (in a pool: to lie inside it). {ties} rows and layers are ties at that border.",
+        *(["", f"C of the worst layer, were pools so large: {pools}."] if pools else []),
+    ]

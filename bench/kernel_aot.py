@@ -32,7 +32,17 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from sglang_blockreuse.kernels import decode_attention, extend_attention, int4_keys, rotate_copy, scan, top_k
+from sglang_blockreuse.kernels import (
+    decode_attention,
+    extend_attention,
+    int4_keys,
+    ops_triton,
+    rotate_copy,
+    scan,
+    top_k,
+)
+from sglang_blockreuse.kernels.cpu_rows import KeyBias
+from sglang_blockreuse.kernels.ops import Chosen, Expected, Lent, Rows, Table
 from sglang_blockreuse.kernels.reference_select import Heads, Int4Keys, Keys
 
 KERNELS = Path(__file__).parents[1] / "kernels"
@@ -140,6 +150,42 @@ def _scan(geometry: Geometry, kind: str, heads: Heads, pooled: bool) -> None:
     scan.pooled_scores(queries, keys, INDICES, ROWS, scale=1.0, heads=heads, num_splits=8, **options)
 
 
+def plan_configs() -> Iterator[Config]:
+    """What a decode step under a layer plan launches, by verb."""
+    for geometry in (SMALL, LLAMA):
+        for num_lists in (1, geometry.num_heads):
+            verbs = _verbs(geometry, num_lists)
+            for verb, call in verbs.items():
+                yield Config(f"plan {geometry.name} lists{num_lists} {verb}", call)
+
+
+def _verbs(geometry: Geometry, num_lists: int) -> dict[str, Callable[[], object]]:
+    ops, pool = ops_triton.TritonOps(num_lists, 32768, "cpu"), geometry.pool(torch.bfloat16)
+    requests = torch.arange(4, dtype=torch.int32)
+    bias = KeyBias(torch.zeros(64, dtype=torch.uint8), 0.5, -0.5)
+    rows = Rows(requests, LENS, torch.zeros((8, 32768), dtype=torch.int32), bias, LENS)
+    table, candidates = Table.empty(8, num_lists, 256), Table.empty(8, num_lists, 2048)
+    flags = torch.zeros(4, dtype=torch.uint8)
+    expected = Expected(requests, LENS, torch.zeros((4, 3), dtype=torch.int64))
+    lent, stale = Lent(table, torch.zeros((8, 6), dtype=torch.int64)), torch.zeros(7, dtype=torch.int64)
+    q, work = ops.queries(geometry.queries(4, torch.bfloat16), 1.0), ops.scratch(4, 1, 32768)
+    int4 = Int4Keys.empty(64, geometry.num_heads, geometry.head_dim, "cpu")
+    step, current = torch.zeros(1, dtype=torch.int64), torch.zeros(64, dtype=torch.uint8)
+    every = {"period": 512, "is_last": True, "max_len": 32768}
+    return {
+        "score": lambda: ops.score(q, pool, rows, candidates, flags, work, None),
+        "score int4": lambda: ops.score(q, int4, rows, candidates, flags, work, None),
+        "keep": lambda: ops.keep(rows, candidates, flags, work, 4, 64, table),
+        "keep of a pool": lambda: ops.keep(rows, candidates, flags, work[..., :2048], 4, 64, table),
+        "attend": lambda: ops.attend(
+            q, pool, pool, rows, Chosen(table, table, flags), torch.empty_like(q.values)
+        ),
+        "seal": lambda: ops.seal(expected, lent, (0, 0)),
+        "check": lambda: ops.check(expected, lent, (0, 0), stale),
+        "refresh int4": lambda: int4_keys.refresh_int4(int4, rows, pool, current, step, step, **every),
+    }
+
+
 def other_configs() -> Iterator[Config]:
     scores = torch.zeros((4, 1, 16384))
     lens = torch.full((4,), 16384, dtype=torch.int32)
@@ -176,7 +222,7 @@ def _rotate(geometry: Geometry, dtype: torch.dtype, page_size: int, is_neox: boo
 
 
 def configs() -> list[Config]:
-    return [*attention_configs(), *scan_configs(), *other_configs()]
+    return [*attention_configs(), *scan_configs(), *plan_configs(), *other_configs()]
 
 
 class _TargetOnly:

@@ -35,6 +35,7 @@ from triton.runtime.jit import JITFunction
 from sglang_blockreuse.kernels import (
     decode_attention,
     extend_attention,
+    index_codes,
     int4_keys,
     ops_triton,
     rotate_copy,
@@ -42,7 +43,8 @@ from sglang_blockreuse.kernels import (
     top_k,
 )
 from sglang_blockreuse.kernels.cpu_rows import KeyBias
-from sglang_blockreuse.kernels.ops import Chosen, Expected, Lent, Rows, Table
+from sglang_blockreuse.kernels.ops import Chosen, Expected, IndexCodes, Lent, Queries, Rows, Table
+from sglang_blockreuse.kernels.reference_index import IndexMap
 from sglang_blockreuse.kernels.reference_select import Heads, Int4Keys, Keys
 
 KERNELS = Path(__file__).parents[1] / "kernels"
@@ -170,6 +172,12 @@ def _verbs(geometry: Geometry, num_lists: int) -> dict[str, Callable[[], object]
     lent, stale = Lent(table, torch.zeros((8, 6), dtype=torch.int64)), torch.zeros(7, dtype=torch.int64)
     q, work = ops.queries(geometry.queries(4, torch.bfloat16), 1.0), ops.scratch(4, 1, 32768)
     int4 = Int4Keys.empty(64, geometry.num_heads, geometry.head_dim, "cpu")
+    heads, dim, channels = geometry.num_heads, geometry.head_dim, 16
+    index = IndexMap(
+        torch.zeros(heads, channels, heads * dim), torch.zeros(1), *torch.ones(2, heads, channels).unbind()
+    )
+    codes = IndexCodes(torch.zeros((64, heads, channels // 2), dtype=torch.uint8))
+    codes_q = Queries(torch.zeros(4, heads * geometry.group, channels), 1.0)
     step, current = torch.zeros(1, dtype=torch.int64), torch.zeros(64, dtype=torch.uint8)
     every = {"period": 512, "is_last": True, "max_len": 32768}
     return {
@@ -182,6 +190,10 @@ def _verbs(geometry: Geometry, num_lists: int) -> dict[str, Callable[[], object]
         ),
         "seal": lambda: ops.seal(expected, lent, (0, 0)),
         "check": lambda: ops.check(expected, lent, (0, 0), stale),
+        "score codes": lambda: ops.score(codes_q, codes, rows, candidates, flags, work, None),
+        "refresh codes": lambda: index_codes.refresh_codes(
+            index, codes.codes, rows, pool, current, step, step, **every
+        ),
         "refresh int4": lambda: int4_keys.refresh_int4(int4, rows, pool, current, step, step, **every),
     }
 

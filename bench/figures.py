@@ -1,9 +1,9 @@
-"""Measure every figure that README shows, and write README's tables from what was measured.
+"""Measure every figure that README and docs/results.md show, and write their tables from what was measured.
 
     sglang-blockreuse bench figures --out DIR                     all stages, about two hours on two CPU cores
     sglang-blockreuse bench figures --out DIR --quick             the same stages, small, in minutes: does all work?
     sglang-blockreuse bench figures --out DIR --only cold soak    some of them
-    sglang-blockreuse bench figures --out DIR --publish           results into bench/results, tables into README.md
+    sglang-blockreuse bench figures --out DIR --publish           results into bench/results, tables into the pages
 
 A stage whose result is there is not measured again, so a run that was stopped goes on; --again measures anew. Each
 stage is a command of its own, shown before it runs, in a folder of its name. Times need a machine without other work.
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import launch
-import readme_tables
+import published_tables
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -181,7 +181,7 @@ def finished(folder: Path) -> bool:
 
 
 def publish(stages: Sequence[Stage], out: Path) -> int:
-    """Copy what was measured in full into bench/results, and write README's tables from what lies there.
+    """Copy what was measured in full into bench/results, and write the published tables from what lies there.
 
     Raises:
         ValueError: a stage was measured with --quick only: no figure comes from that.
@@ -200,8 +200,9 @@ def publish(stages: Sequence[Stage], out: Path) -> int:
             shutil.copyfile(folder / stage.figure, PUBLISHED / f"{stage.name}.png")
         if (page := (folder / stage.result).with_suffix(".md")).is_file():
             shutil.copyfile(page, PUBLISHED / f"{stage.name}.md")
-    readme = ROOT / "README.md"
-    readme.write_text(readme_tables.rewrite(readme.read_text(), PUBLISHED))
+    for page in published_tables.PAGES:
+        path = ROOT / page
+        path.write_text(published_tables.rewrite(path.read_text(), PUBLISHED))
     return 0
 
 

@@ -1,9 +1,10 @@
 """Many short-lived servers: one process imports SGLang, every server is a fork of it.
 
-Importing SGLang in each of a server's processes is nearly all of what a tiny model's server takes to start. What
-runs in the fork is the command line of `sglang-blockreuse serve`, with SGLang's processes forked instead of spawned;
-nothing of the host is replaced. Environment variables that are read at import time keep the nursery's values, but for
-those that make the scheduler retract requests.
+Importing SGLang in each of a server's processes is nearly all of what a tiny model's server takes to start, and loading
+the tokenizer in each of them most of the rest; both are done before the fork. What runs in the fork is the command
+line of `sglang-blockreuse serve`, with SGLang's processes forked instead of spawned; nothing else of the host is
+replaced. Environment variables that are read at import time keep the nursery's values, but for those that make the
+scheduler retract requests.
 
     with Nursery() as nursery, nursery.server(model_path, "--dtype", "float32", log=log) as server: ...
 """
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import gc
 import json
 import multiprocessing
 import os
@@ -118,10 +121,12 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what imports print is no answer
     _import_everything()
+    _share_tokenizers()
     running: set[int] = set()
     for line in sys.stdin:
         message = json.loads(line)
         if "start" in message:
+            _load_tokenizer(message["start"])
             answer: Any = _fork(message["kind"], message["start"], message["log"], message["env"])
             running.add(answer)
         elif "runs" in message:
@@ -148,6 +153,43 @@ def _import_everything() -> None:
     import sglang_blockreuse.cli
     import sglang_blockreuse.layers.cpu_backend
     import sglang_blockreuse.radix_cache  # noqa: F401
+
+
+def _share_tokenizers() -> None:
+    """SGLang loads the tokenizer up to five times in the processes of a server; all get the one that stands here."""
+    from sglang.srt.utils import hf_transformers
+
+    load = hf_transformers.get_tokenizer
+    known: dict[tuple[Any, ...], Any] = {}
+
+    @functools.wraps(load)
+    def get_tokenizer(*args: Any, **kwargs: Any) -> Any:
+        key = (*args, *sorted(kwargs.items()))
+        if key not in known:
+            known[key] = load(*args, **kwargs)
+        return known[key]
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "get_tokenizer", None) is load:
+            module.get_tokenizer = get_tokenizer
+
+
+def _load_tokenizer(arguments: list[str]) -> None:
+    """As a server with these arguments will ask for it; one that asks otherwise loads its own."""
+    from sglang.srt.utils.hf_transformers import get_tokenizer
+
+    folder = Path(arguments[arguments.index("--model-path") + 1])
+    if (folder / "tokenizer.json").is_file() and "--skip-tokenizer-init" not in arguments:
+        get_tokenizer(
+            str(folder),
+            tokenizer_mode="auto",
+            trust_remote_code=False,
+            revision=None,
+            tokenizer_backend="huggingface",
+        )
+    # a fork's collections would otherwise walk, and so copy, every page of what stands here
+    gc.collect()
+    gc.freeze()
 
 
 def _fork(kind: str, arguments: list[str], log: str, env: dict[str, str]) -> int:

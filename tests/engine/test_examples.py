@@ -1,4 +1,4 @@
-"""Examples and README's requests are run, as they stand, against the real server."""
+"""Examples and the requests that the documentation shows are run, as they stand, against the real server."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 from places import ROOT
 from servers import language_model
-from tiny_models import talking_model
 
 pytestmark = pytest.mark.engine
 EXAMPLES = ROOT / "examples"
-README = (ROOT / "README.md").read_text()
-README_URL = "localhost:30000"
+README, REQUESTS = ((ROOT / page).read_text() for page in ("README.md", "docs/requests.md"))
+URL = "localhost:30000"
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +64,9 @@ def test_openai_client(server):
 
 def test_rag_with_the_shipped_and_with_other_documents(server, tmp_path):
     questions = ["Who designed the bridge over the Orla?", "Who signed the contract about the mill?"]
-    shown = run(sys.executable, str(EXAMPLES / "rag.py"), "--url", server.url, *questions)
-    assert re.search(r"from bridge, .*; \d+ tokens known", shown)
-    assert re.search(r"from mill, .*; \d+ tokens known", shown)
+    said = run(sys.executable, str(EXAMPLES / "rag.py"), "--url", server.url, *questions)
+    assert re.search(r"from bridge, .*; \d+ tokens known", said)
+    assert re.search(r"from mill, .*; \d+ tokens known", said)
     own = tmp_path / "own.jsonl"
     rows = [
         {"id": f"note {i}", "text": f"The {word} of the valley is old and known to all. " * 8}
@@ -76,32 +75,38 @@ def test_rag_with_the_shipped_and_with_other_documents(server, tmp_path):
     own.write_text("".join(json.dumps(row) + "\n" for row in rows))
     asked = ("Tell about the tower and the well.", "Tell about the inn and the well.")
     words = ("--documents", str(own), "--top", "2")
-    shown = run(sys.executable, str(EXAMPLES / "rag.py"), "--url", server.url, *words, *asked)
-    assert [int(n) > 0 for n in re.findall(r"(\d+) tokens known", shown)] == [True, True]
+    said = run(sys.executable, str(EXAMPLES / "rag.py"), "--url", server.url, *words, *asked)
+    assert [int(n) > 0 for n in re.findall(r"(\d+) tokens known", said)] == [True, True]
 
 
-def test_offline_engine():
-    first, second = usages(run(sys.executable, str(EXAMPLES / "offline_engine.py"), str(talking_model())))
-    assert first["skipped_reason"] is second["skipped_reason"] is None
-    assert second["reused_tokens"] > 0
+def shown(language: str, page: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
 
 
-def test_curl_of_the_readme(server):
-    commands = [block for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) if "curl" in block]
-    answers = [json.loads(run("bash", "-c", c.replace(README_URL, server.url[7:]))) for c in commands]
+def test_the_readme_shows_requests_that_are_run():
+    curls, pythons = (
+        [code for code in shown(name, README) if "localhost" in code] for name in ("bash", "python")
+    )
+    assert len(curls) == len(pythons) == 1
+    assert set(curls + pythons) <= {*shown("bash", REQUESTS), *shown("python", REQUESTS)}
+
+
+def test_curl_of_the_requests(server):
+    commands = [block for block in shown("bash", REQUESTS) if "curl" in block]
+    answers = [json.loads(run("bash", "-c", c.replace(URL, server.url[7:]))) for c in commands]
     assert len(answers) == 2
     for answer in answers:
         (usage,) = answer["meta_info"]["blockreuse"]
         assert usage["skipped_reason"] in (None, "blocks_too_short")
 
 
-def test_python_of_the_readme(server, tmp_path):
+def test_python_of_the_requests(server, tmp_path):
     """The second piece goes on with the first one's client and documents; the third stands alone."""
-    first, second, third = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    first, second, third = shown("python", REQUESTS)
     report = "\nprint(answer.choices[0].meta_info['blockreuse'])\n"
     for number, code in enumerate((first + second + report, third)):
-        script = tmp_path / f"readme_{number}.py"
-        script.write_text(code.replace(README_URL, server.url[7:]))
+        script = tmp_path / f"request_{number}.py"
+        script.write_text(code.replace(URL, server.url[7:]))
         found = usages(run(sys.executable, str(script)))
         assert len(found) == 2 - number
         assert all(usage["reused_tokens"] > 0 for usage in found)

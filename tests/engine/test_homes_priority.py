@@ -120,17 +120,17 @@ def test_homes_run_no_later_than_who_waits_for_them(nursery, tmp_path, policy):
                     generate,
                     server,
                     random_ids(40, random.Random(i)),
-                    new_tokens=150 + i + longer * i,
+                    new_tokens=60 + i + longer * i,
                     routing_key=routing_key,
                 )
                 for i in numbers
             ]
 
         # one of them goes on, or nobody who runs had the key by the time that the homes are done
-        running = load(range(2), "liked", longer=600)
+        running = load(range(2), "liked", longer=250)
         wait_until(lambda: pool_in_use(server) > 60)
         waiting = load(range(2, 8), "other")
-        marked = clients.submit(generate, server, *prompt(1), new_tokens=170, routing_key="liked")
+        marked = clients.submit(generate, server, *prompt(1), new_tokens=70, routing_key="liked")
         answer, ended = marked.result()
         assert usage(answer)["reused_tokens"] > 0
         assert ended < max(request.result()[1] for request in waiting)

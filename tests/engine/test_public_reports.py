@@ -124,7 +124,7 @@ def digest(content: bytes) -> str:
 
 def test_report_03_the_documented_example_reuses_and_computes_less(server, tmp_path):
     """LMCache#2442: the example of the documentation blends no token."""
-    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "requests.md").read_text(), re.DOTALL)
     (example,) = [code for code in examples if "blockreuse_spans" in code]
     assert "http://localhost:30000" in example
     script = tmp_path / "example.py"

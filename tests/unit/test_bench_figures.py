@@ -1,4 +1,4 @@
-"""README's figures: each is made from published records, and one command measures them all."""
+"""Published figures: each is made from records, and one command measures them all."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ import json
 import sys
 
 import figures
+import published_tables
 import pytest
-import readme_tables
 import records
 from places import ROOT
 from stats import paired_ratio
 
-README = (ROOT / "README.md").read_text()
+PAGES = {page: (ROOT / page).read_text() for page in published_tables.PAGES}
+README = PAGES["README.md"]
 RESULTS = ROOT / "bench" / "results" / "cpu"
 
 
-def test_readme_says_what_was_measured():
-    assert readme_tables.rewrite(README, RESULTS) == README
+@pytest.mark.parametrize("page", PAGES)
+def test_the_pages_say_what_was_measured(page):
+    assert published_tables.rewrite(PAGES[page], RESULTS) == PAGES[page]
 
 
 def median_ratio(name, arm):
@@ -33,9 +35,9 @@ def median_ratio(name, arm):
 def test_the_first_screen_says_what_was_measured():
     (demo,) = records.read([RESULTS / "demo.json.gz"])
     summary = demo["summary"]
-    assert f"**{summary['ttft_ratio_median']:.0f} times** sooner" in README
-    for policy, form in (("seam", "**{:.1f} times** the"), ("query", "({:.1f} with the policy")):
-        assert form.format(median_ratio("serving", policy)) in README
+    assert f"**{summary['ttft_ratio_median']:.1f} times** sooner" in README
+    for policy in ("seam", "query"):
+        assert f"**{median_ratio('serving', policy):.2f} [" in README
     first = " s against ".join(
         f"{summary[f'ttft_{side}_first_sight_ms'] / 1000:.1f}" for side in ("ours", "stock")
     )
@@ -43,38 +45,45 @@ def test_the_first_screen_says_what_was_measured():
 
 
 def test_a_figure_changed_by_hand_is_noticed():
-    row = README.split("<!-- table: quality -->")[1].splitlines()[3]
-    forged = README.replace(row, row.replace("[", "[9"))
-    assert forged != README
-    assert readme_tables.rewrite(forged, RESULTS) == README
+    page = PAGES["docs/results.md"]
+    row = page.split("<!-- table: quality -->")[1].splitlines()[3]
+    forged = page.replace(row, row.replace("[", "[9"))
+    assert forged != page
+    assert published_tables.rewrite(forged, RESULTS) == page
 
 
 def shown_tables():
-    return [name for _, name, _ in readme_tables.MARKED.findall(README)]
+    return [name for page in PAGES.values() for _, name, _ in published_tables.MARKED.findall(page)]
 
 
 def test_what_was_published_is_shown():
-    published = {name for name, (source, _) in readme_tables.TABLES.items() if (RESULTS / source).is_file()}
+    published = {
+        name
+        for name, (*sources, _) in published_tables.TABLES.items()
+        if all((RESULTS / source).is_file() for source in sources)
+    }
     assert published == set(shown_tables())
     assert published >= {"quality", "serving", "soak", "plans"}
 
 
 @pytest.mark.parametrize("name", shown_tables())
 def test_every_shown_table_says_where_it_was_measured(name):
-    source, _ = readme_tables.TABLES[name]
-    (run, *_) = records.read([RESULTS / source])
-    environment = run["environment"]
-    assert all((environment["commit"], environment["packages"]["sglang"], environment["hardware"]["cpu"]))
+    *sources, _ = published_tables.TABLES[name]
+    for source in sources:
+        (run, *_) = records.read([RESULTS / source])
+        environment = run["environment"]
+        assert all((environment["commit"], environment["packages"]["sglang"], environment["hardware"]["cpu"]))
 
 
 def test_every_table_has_a_stage_that_measures_it():
     stages = {stage.name for stage in figures.STAGES}
-    assert readme_tables.TABLES.keys() <= stages
+    made_of = {source.split(".")[0] for *sources, _ in published_tables.TABLES.values() for source in sources}
+    assert made_of <= stages
 
 
 def test_an_unknown_table_is_an_error():
     with pytest.raises(ValueError, match="table 'nonsense' is none of"):
-        readme_tables.rewrite("<!-- table: nonsense -->\n<!-- end -->", RESULTS)
+        published_tables.rewrite("<!-- table: nonsense -->\n<!-- end -->", RESULTS)
 
 
 def test_published_records_hold_no_path_of_a_machine(tmp_path):
@@ -148,4 +157,4 @@ def test_server_flags_stay_behind_their_dashes(tmp_path):
 def test_a_changed_tree_is_named(commit, shown):
     (run, *_) = records.read([RESULTS / "soak.jsonl.gz"])
     run["environment"]["commit"] = commit
-    assert shown in readme_tables.where(run)
+    assert shown in published_tables.where(run)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import layer_plan
+import published_tables
 import pytest
-import readme_tables
 import report
 import report_decode
 from records import Log
@@ -66,7 +66,7 @@ def test_the_report_has_both_tables_and_the_figure(log, tmp_path):
 
 
 def test_readme_shows_every_case_and_the_step_of_the_largest(log):
-    text = readme_tables.layer_plan(log.records)
+    text = published_tables.layer_plan(log.records)
     assert "| 1 × 2,000 |" in text
     assert "A step at 8 × 4,000 by the server's own clock, ms: between 90, outside 60, scan 30" in text
 

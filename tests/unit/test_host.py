@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import subprocess
 import sys
 
@@ -25,41 +27,70 @@ def test_a_missing_name_or_parameter_stops_the_server_by_name(monkeypatch):
         require_contract()
 
 
-def run(code: str, **env: str) -> str:
-    import os
-
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **env},
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip().splitlines()[-1]
-
-
 LOAD = "from sglang.srt.plugins import load_plugins; load_plugins();"
+WITH_HOST = LOAD + "import sglang.srt.managers.scheduler, sglang.srt.entrypoints.http_server;"
+FORKS = """
+import json, os, sys, traceback
+for line in sys.stdin:
+    if os.fork() == 0:
+        try:
+            exec(json.loads(line), {})
+        except BaseException:
+            print(repr(traceback.format_exc()))
+        sys.stdout.flush()
+        os._exit(0)
+    os.wait()
+"""
 
 
-def test_registering_hooks_nothing_but_the_command_line():
-    code = LOAD + "from sglang.srt.plugins.hook_registry import HookRegistry as R; print(sorted(R._patched))"
-    assert eval(run(code)) == [
+class Interpreter:
+    """A fresh process that has run some code; what follows runs in forks of it and ends with a printed line."""
+
+    def __init__(self, code: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code + FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def run(self, code: str) -> str:
+        print(json.dumps(code), file=self._process.stdin, flush=True)
+        return self._process.stdout.readline().strip()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    """As a user's process is once SGLang has loaded its plug-ins."""
+    with contextlib.closing(Interpreter(LOAD)) as interpreter:
+        yield interpreter
+
+
+@pytest.fixture(scope="module")
+def with_host():
+    """As a server's process is before the hooks are installed."""
+    with contextlib.closing(Interpreter(WITH_HOST)) as interpreter:
+        yield interpreter
+
+
+def test_registering_hooks_nothing_but_the_command_line(loaded):
+    code = "from sglang.srt.plugins.hook_registry import HookRegistry as R; print(sorted(R._patched))"
+    assert eval(loaded.run(code)) == [
         "sglang.srt.server_args.ServerArgs.add_cli_args",
         "sglang.srt.server_args.ServerArgs.from_cli_args",
     ]
 
 
-def test_registering_imports_the_registration_and_the_platform_only():
-    code = LOAD + "import sys; print(sorted(m for m in sys.modules if m.startswith('sglang_blockreuse.')))"
+def test_registering_imports_the_registration_and_the_platform_only(loaded):
+    code = "import sys; print(sorted(m for m in sys.modules if m.startswith('sglang_blockreuse.')))"
     allowed = {"plugin", "platform", "cpu_platform", "cpu_defaults"}
-    assert {name.removeprefix("sglang_blockreuse.") for name in eval(run(code))} <= allowed
+    assert {name.removeprefix("sglang_blockreuse.") for name in eval(loaded.run(code))} <= allowed
 
 
-def test_a_hook_that_is_not_applied_stops_the_server_by_name():
+def test_a_hook_that_is_not_applied_stops_the_server_by_name(with_host):
     """SGLang logs such a hook and goes on; we do not."""
-    code = LOAD + (
+    code = (
         "from sglang.srt.plugins.hook_registry import HookRegistry as R\n"
         "from sglang_blockreuse.host import HostContractError, install_hooks\n"
         "apply = R._apply_target\n"
@@ -68,24 +99,24 @@ def test_a_hook_that_is_not_applied_stops_the_server_by_name():
         "    apply(target, hooks)\n"
         "R._apply_target = broken\n"
         "try: install_hooks()\n"
-        "except HostContractError as error: print(error)\n"
+        "except HostContractError as error: print(repr(error))\n"
         "else: print('installed')"
     )
-    assert "LogitsMetadata.from_forward_batch" in run(code)
+    assert "LogitsMetadata.from_forward_batch" in with_host.run(code)
 
 
-def test_installing_the_hooks_twice_wraps_once():
-    code = LOAD + (
+def test_installing_the_hooks_twice_wraps_once(with_host):
+    code = (
         "from sglang_blockreuse.host import install_hooks; install_hooks(); install_hooks()\n"
         "from sglang.srt.model_executor.model_runner import ModelRunner\n"
         "print(hasattr(ModelRunner.forward, '__wrapped__'), hasattr(ModelRunner.forward.__wrapped__, '__wrapped__'))"
     )
-    assert run(code) == "True False"
+    assert with_host.run(code) == "True False"
 
 
-def test_a_target_that_another_plug_in_hooked_first_gets_our_hook_on_top():
+def test_a_target_that_another_plug_in_hooked_first_gets_our_hook_on_top(with_host):
     """SGLang applies the hooks of a target once; ours would be registered and never run."""
-    code = LOAD + (
+    code = (
         "from sglang.srt.plugins.hook_registry import HookRegistry as R, HookType\n"
         "from sglang.srt.model_executor.model_runner import ModelRunner\n"
         "from sglang_blockreuse.host import install_hooks\n"
@@ -98,7 +129,7 @@ def test_a_target_that_another_plug_in_hooked_first_gets_our_hook_on_top():
         "install_hooks(); install_hooks()\n"
         "print(ModelRunner.forward(None, None))"
     )
-    assert run(code) == "theirs, then ours"
+    assert with_host.run(code) == "theirs, then ours"
 
 
 def test_the_metric_names_are_frozen():

@@ -1,7 +1,7 @@
-"""README's tables, made from the published results: what README says was measured, was measured.
+"""Tables of README and docs/results.md, made from the published results: what they say was measured, was measured.
 
-A table stands in README.md between `<!-- table: NAME -->` and `<!-- end -->`. `rewrite` makes all of them anew; a test
-holds README to what it gives. Every table ends with the machine, versions, commit, date and seed it was measured with.
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`. `rewrite` makes all of them anew; a test holds the
+pages to what it gives. Every table ends with the machine, versions, commit, date and seed it was measured with.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import report_serving
 from stats import paired_ratio, percentile
 
 Record = dict[str, Any]
+PAGES = ("README.md", "docs/results.md")
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -33,11 +34,72 @@ def rewrite(text: str, results: Path) -> str:
         start, name, end = match.groups()
         if name not in TABLES:
             raise ValueError(f"table {name!r} is none of {', '.join(TABLES)}")
-        source, make = TABLES[name]
-        path = results / source
-        return f"{start}{make(records.read([path]))}\n{end}" if path.is_file() else match[0]
+        *sources, make = TABLES[name]
+        paths = [results / source for source in sources]
+        if not all(path.is_file() for path in paths):
+            return match[0]
+        return f"{start}{make(*(records.read([path]) for path in paths))}\n{end}"
 
     return MARKED.sub(table, text)
+
+
+def summary(
+    demo: Sequence[Record],
+    serving: Sequence[Record],
+    quality: Sequence[Record],
+    unmarked: Sequence[Record],
+    layer_plan: Sequence[Record],
+) -> str:
+    """The figures of the first page, one row each: stock beside ours, and the ratio."""
+    (run,) = demo
+    s = run["summary"]
+    agreement = f"KL {s['mean_kl']:.3f}, same top token {s['top1']:.0%}"
+    rows = [
+        (
+            f"first token, {run['options']['per_prompt']} known documents in {s['prompt_tokens']:,.0f} tokens",
+            f"{s['ttft_stock_median_ms'] / 1000:.1f} s",
+            f"{s['ttft_ours_median_ms'] / 1000:.1f} s",
+            f"**{s['ttft_ratio_median']:.1f} times** sooner; {agreement}",
+        )
+    ]
+    measured = [r for r in quality if r["record"] == "measurement"]
+    _, baseline = report_quality.baseline_of(measured)
+    rounds, refused = [r for r in serving if r["record"] == "round"], report_serving.refusals(serving)
+    for policy in ("seam", "query"):
+        closed = report_quality.share_text(
+            report_quality.of_arm(measured, policy, 0.05, forced="oracle"), baseline
+        )
+        ratio = _ratio(rounds, refused, policy, "request_throughput")
+        rows.append(
+            (
+                f"requests/s, policy `{policy}`, 5 % recomputed",
+                *(_median(rounds, arm, "request_throughput", "{:.2f}") for arm in ("stock", policy)),
+                f"**{ratio} times**; closes {closed} % of the gap to the exact answer",
+            )
+        )
+    rounds, refused = [r for r in unmarked if r["record"] == "round"], report_serving.refusals(unmarked)
+    rows.append(
+        (
+            "requests/s, traffic without marks",
+            *(_median(rounds, arm, "request_throughput", "{:.2f}") for arm in ("stock", "unmarked")),
+            f"{_ratio(rounds, refused, 'unmarked', 'request_throughput')} times; the same answers",
+        )
+    )
+    batch, context = largest = max(report_decode.cases_of(layer_plan), key=lambda case: case[0] * case[1])
+    rows.append(
+        (
+            f"time per token, layer plan, {batch} requests of {context:,} tokens",
+            *(
+                f"{statistics.median(report_decode.turns(layer_plan, largest, mode).values()):.0f} ms"
+                for mode in ("stock", "plan")
+            ),
+            f"{report_decode.ratio(layer_plan, largest, 'stock').text(digits=2)} of the time "
+            f"({report_decode.ratio(layer_plan, largest, 'dense').text(digits=2)} of our own dense decode's)",
+        )
+    )
+    head = ["| | stock | with blockreuse | |", "|---|---|---|---|"]
+    small_print = where(run).replace("</sub>", " (first row; the others: docs/results.md)</sub>")
+    return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in rows), "", small_print])
 
 
 def demo(found: Sequence[Record]) -> str:
@@ -289,8 +351,16 @@ def where(run: Record, *, seed: int | None = None) -> str:
     )
 
 
-# file in bench/results/cpu, and what makes the table of its records
-TABLES: dict[str, tuple[str, Callable[[Sequence[Record]], str]]] = {
+# files in bench/results/cpu, and what makes the table of their records
+TABLES: dict[str, tuple[Any, ...]] = {
+    "summary": (
+        "demo.json.gz",
+        "serving.jsonl.gz",
+        "quality.jsonl.gz",
+        "unmarked.jsonl.gz",
+        "layer-plan.jsonl.gz",
+        summary,
+    ),
     "demo": ("demo.json.gz", demo),
     "quality": ("quality.jsonl.gz", quality),
     "serving": ("serving.jsonl.gz", serving),

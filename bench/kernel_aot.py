@@ -39,13 +39,11 @@ from sglang_blockreuse.kernels import (
     int4_keys,
     ops_triton,
     rotate_copy,
-    scan,
-    top_k,
 )
 from sglang_blockreuse.kernels.cpu_rows import KeyBias
 from sglang_blockreuse.kernels.ops import Chosen, Expected, IndexCodes, Lent, Queries, Rows, Table
 from sglang_blockreuse.kernels.reference_index import IndexMap
-from sglang_blockreuse.kernels.reference_select import Heads, Int4Keys, Keys
+from sglang_blockreuse.kernels.reference_select import Int4Keys
 
 KERNELS = Path(__file__).parents[1] / "kernels"
 TABLE = KERNELS / "aot_table.json"
@@ -120,45 +118,11 @@ def attention_configs() -> Iterator[Config]:
         )
 
 
-def scan_configs() -> Iterator[Config]:
-    variants = [(geometry, kind, "layer") for geometry in ALL_GEOMETRIES for kind in ("bf16", "int4")]
-    variants += [(geometry, "fp32", "layer") for geometry in (SMALL, LLAMA, WIDE_HEAD)]
-    variants += [(LLAMA, kind, "kv_head") for kind in ("bf16", "int4")]
-    for geometry, kind, heads in variants:
-        for pooled in (False, True):
-            yield Config(
-                f"{'rerank' if pooled else 'scan'} {geometry.name} {kind} {heads}",
-                lambda g=geometry, k=kind, h=heads, p=pooled: _scan(g, k, h, p),
-            )
-    for geometry in ALL_GEOMETRIES:
-        yield Config(
-            f"write int4 {geometry.name} bf16",
-            lambda g=geometry: int4_keys.write_int4(
-                Int4Keys.empty(64, g.num_heads, g.head_dim, "cpu"), LENS, g.pool(torch.bfloat16)[:4]
-            ),
-        )
-
-
-def _scan(geometry: Geometry, kind: str, heads: Heads, pooled: bool) -> None:
-    dtype = torch.float32 if kind == "fp32" else torch.bfloat16
-    keys: Keys = geometry.pool(dtype)
-    if kind == "int4":
-        keys = Int4Keys.empty(64, geometry.num_heads, geometry.head_dim, "cpu")
-    options: dict[str, Any] = {"tags_S": torch.zeros(64, dtype=torch.uint8), "alpha": 0.5, "beta": -0.5}
-    if pooled:
-        num_lists = 1 if heads == "layer" else geometry.num_heads
-        options |= {"pool_RXM": torch.zeros((4, num_lists, 64), dtype=torch.int32), "pool_lens_R": LENS}
-    queries = geometry.queries(4, dtype)
-    scan.pooled_scores(queries, keys, INDICES, ROWS, scale=1.0, heads=heads, num_splits=8, **options)
-
-
 def plan_configs() -> Iterator[Config]:
     """What a decode step under a layer plan launches, by verb."""
-    for geometry in (SMALL, LLAMA):
-        for num_lists in (1, geometry.num_heads):
-            verbs = _verbs(geometry, num_lists)
-            for verb, call in verbs.items():
-                yield Config(f"plan {geometry.name} lists{num_lists} {verb}", call)
+    for geometry, num_lists in ((SMALL, 1), (LLAMA, 1), (LLAMA, LLAMA.num_heads), (WIDE_HEAD, 1)):
+        for verb, call in _verbs(geometry, num_lists).items():
+            yield Config(f"plan {geometry.name} lists{num_lists} {verb}", call)
 
 
 def _verbs(geometry: Geometry, num_lists: int) -> dict[str, Callable[[], object]]:
@@ -199,14 +163,6 @@ def _verbs(geometry: Geometry, num_lists: int) -> dict[str, Callable[[], object]
 
 
 def other_configs() -> Iterator[Config]:
-    scores = torch.zeros((4, 1, 16384))
-    lens = torch.full((4,), 16384, dtype=torch.int32)
-    pool = torch.zeros((4, 1, 16384), dtype=torch.int32)
-    yield Config("top-k two stages", lambda: top_k.top_k(scores, lens, 256, num_sinks=4, window=64))
-    yield Config(
-        "top-k of a pool",
-        lambda: top_k.top_k(scores, lens, 256, positions_RXW=pool, row_lens_R=lens, chunk_len=16384),
-    )
     bf16 = torch.bfloat16
     cases = [(geometry, bf16, 1, True, geometry.head_dim) for geometry in ALL_GEOMETRIES]
     cases += [(LLAMA, dtype, 1, True, 128) for dtype in (torch.float16, torch.float32, torch.float8_e4m3fn)]
@@ -234,7 +190,7 @@ def _rotate(geometry: Geometry, dtype: torch.dtype, page_size: int, is_neox: boo
 
 
 def configs() -> list[Config]:
-    return [*attention_configs(), *scan_configs(), *plan_configs(), *other_configs()]
+    return [*attention_configs(), *plan_configs(), *other_configs()]
 
 
 class _TargetOnly:

@@ -1,4 +1,4 @@
-"""Triton twins of `reference_select.pooled_scores` and `scan`: score-only keys, exact or int4, then top-M.
+"""Triton twin of `reference_select.pooled_scores`: score-only keys, exact, int4, or codes of index keys.
 
 Dims as in reference_select.py, and: C splits of a row
 
@@ -15,8 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .ops import IndexCodes
-from .reference_select import Heads, Int4Keys, Keys, num_kv_heads, row_lens
-from .top_k import top_k
+from .reference_select import Heads, Int4Keys, Keys, num_kv_heads
 from .triton_common import (
     LOG2E,
     dot,
@@ -150,45 +149,6 @@ def _scan_block(head_dim: int, element_size: int) -> int:
     """Keys per block, as aot_table.json allows without a spill."""
     wide = triton.next_power_of_2(head_dim) * element_size > 256
     return 64 if not wide else 16 if element_size == 4 else 32
-
-
-def scan(
-    q_RQD: Tensor,
-    keys: Keys,
-    kv_indices: Tensor,
-    kv_indptr_R1: Tensor,
-    *,
-    size: int,
-    scale: float,
-    heads: Heads = "layer",
-    num_sinks: int = 0,
-    window: int = 0,
-    tags_S: Tensor | None = None,
-    alpha: float = 0.0,
-    beta: float = 0.0,
-    page_size: int = 1,
-    kv_lens_R: Tensor | None = None,
-    max_len: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The best `size` positions of each row's history: int32 [R, X, size] and counts int32 [R].
-
-    Contract of `reference_select.scan`; `max_len` bounds the rows on the host.
-    """
-    scores = pooled_scores(
-        q_RQD,
-        keys,
-        kv_indices,
-        kv_indptr_R1,
-        scale=scale,
-        heads=heads,
-        tags_S=tags_S,
-        alpha=alpha,
-        beta=beta,
-        page_size=page_size,
-        kv_lens_R=kv_lens_R,
-        width=max_len,
-    )
-    return top_k(scores, row_lens(kv_indptr_R1, kv_lens_R), size, num_sinks=num_sinks, window=window)
 
 
 @triton.jit

@@ -153,8 +153,8 @@ LAYER_FAULTS = [
     _fault(
         "the same positions are audited in every step",
         "index_keys",
-        "cpu_codes.missing(rows, self._current_S, self._step % period, period)",
-        "cpu_codes.missing(rows, self._current_S, period, period)",
+        "self._current_S.numpy(), self._step % period, period",
+        "self._current_S.numpy(), period, period",
         f"{SCORERS} -k mended_within",
     ),
     _fault(
@@ -188,8 +188,8 @@ LAYER_FAULTS = [
     _fault(
         "the first query of a KV head stands for all",
         "scorers",
-        "q_RQC.reshape(len(q_RQC), num_heads, -1, q_RQC.shape[2]).mean(2)",
-        "q_RQC.reshape(len(q_RQC), num_heads, -1, q_RQC.shape[2])[:, :, 0]",
+        "unflatten(1, (self._num_heads, -1)).mean(2)",
+        "unflatten(1, (self._num_heads, -1))[:, :, 0]",
         f"{SCORERS} -k fused_heads",
     ),
     _fault(

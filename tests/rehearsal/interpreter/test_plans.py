@@ -68,16 +68,25 @@ def run_step(world, backend, batch, *, spoil=lambda layer: None):
     return found
 
 
-def expected(world, plan, batch, queries, *, exact=(), bias=None, spoil=lambda layer, decoder: None):
-    """By the law, of the pools as they are now."""
-    slots = world.request_slots.tolist()
-    decoder = SparseDecoder(
+def decoder_of(world, plan):
+    """Of the law."""
+    return SparseDecoder(
         plan,
         num_requests=world.requests.req_to_token.shape[0],
         num_q_heads=NUM_Q_HEADS,
         k_pools=world.pool.k_buffer,
         ops=LawOps(),
     )
+
+
+def expected(world, plan, batch, queries, **words):
+    """By the law, of the pools as they are now."""
+    decoder = decoder_of(world, plan)
+    return law_step(world, decoder, batch, queries, **words), decoder
+
+
+def law_step(world, decoder, batch, queries, *, exact=(), bias=None, spoil=lambda layer, decoder: None):
+    slots = world.request_slots.tolist()
     rows = batch.req_pool_indices.tolist()
     asked = Batch(
         slot_table=world.requests.req_to_token,
@@ -89,7 +98,7 @@ def expected(world, plan, batch, queries, *, exact=(), bias=None, spoil=lambda l
     )
     step = decoder.begin(asked)
     if step is None:
-        return [world.law(batch, layer, q).to(q.dtype) for layer, q in enumerate(queries)], decoder
+        return [world.law(batch, layer, q).to(q.dtype) for layer, q in enumerate(queries)]
     outs = []
     for layer, q in enumerate(queries):
         out = torch.empty_like(q)
@@ -97,7 +106,7 @@ def expected(world, plan, batch, queries, *, exact=(), bias=None, spoil=lambda l
         k, v = world.pool.k_buffer[layer], world.pool.v_buffer[layer]
         decoder.run(step, layer, q, k, v, out, scale=SCALE)
         outs.append(out)
-    return outs, decoder
+    return outs
 
 
 def close(got, want):
@@ -125,10 +134,25 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_a_step_under_a_plan_equals_the_law(base, host, plan):
+def test_a_step_on_each_base_equals_the_law(base, host):
     """Rows that select, a short one and an exact one, in one batch."""
-    world = world_of(host)
+    plan, world = make_plan("DFR", **SELECTION), world_of(host)
+    backend, batch = backend_of(base, world, plan, exact=[2]), world.decode_batch()
+    backend.init_forward_metadata(batch)
+    check(world, backend, plan, batch, run_step(world, backend, batch), exact=[2])
+
+
+@pytest.fixture
+def triton_base():
+    """Where a plan's own layers run the same on every base."""
+    from sglang_blockreuse.layers.backend import cuda_class
+
+    return cuda_class("triton")
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_a_step_under_a_plan_equals_the_law(triton_base, host, plan):
+    base, world = triton_base, world_of(host)
     backend, batch = backend_of(base, world, plan, exact=[2]), world.decode_batch()
     backend.init_forward_metadata(batch)
     found = run_step(world, backend, batch)
@@ -139,9 +163,9 @@ def test_a_step_under_a_plan_equals_the_law(base, host, plan):
 
 
 @pytest.mark.parametrize("bias", [(-0.7, -1.3), (0.0, -torch.inf)], ids=str)
-def test_alpha_and_beta_are_terms_of_scores_and_attention(base, host, bias):
+def test_alpha_and_beta_are_terms_of_scores_and_attention(triton_base, host, bias):
     plan, world = PLANS["three roles"], world_of(host)
-    backend, batch = backend_of(base, world, plan, bias=bias), world.decode_batch()
+    backend, batch = backend_of(triton_base, world, plan, bias=bias), world.decode_batch()
     backend.init_forward_metadata(batch)
     found = run_step(world, backend, batch)
     check(world, backend, plan, batch, found, bias=KeyBias(backend.tags, *bias))
@@ -149,10 +173,10 @@ def test_alpha_and_beta_are_terms_of_scores_and_attention(base, host, bias):
         check(world, backend, plan, batch, found)
 
 
-@pytest.mark.parametrize("field", [*FIELDS, "positions", "slots", "counts"])
-def test_a_row_with_stale_state_scans_for_itself(base, host, field):
+@pytest.mark.parametrize("field", ["row", "version", "digest", "slots", "counts"])
+def test_a_row_with_stale_state_scans_for_itself(triton_base, host, field):
     plan, world = PLANS["three roles"], world_of(host)
-    backend, batch = backend_of(base, world, plan), world.decode_batch()
+    backend, batch = backend_of(triton_base, world, plan), world.decode_batch()
     row = int(world.request_slots[0])
 
     def spoil(layer, decoder=None):
@@ -171,17 +195,38 @@ def test_a_row_with_stale_state_scans_for_itself(base, host, field):
     assert backend.sparse.state.counts == decoder.state.counts
 
 
-def test_a_slot_that_nobody_admitted_decodes_dense(host, base):
+def test_a_slot_that_nobody_admitted_decodes_dense(host, triton_base):
     plan, world = PLANS["three roles"], world_of(host)
-    backend, batch = backend_of(base, world, plan), world.decode_batch()
+    backend, batch = backend_of(triton_base, world, plan), world.decode_batch()
     world.requests.req_generation[world.request_slots[2]] += 1  # it changed hands
     backend.init_forward_metadata(batch)
     found = run_step(world, backend, batch)
     check(world, backend, plan, batch, found, exact=[2])
 
 
+def test_pools_of_earlier_steps_are_extended_and_scans_are_counted(host, triton_base):
+    """`refresh_every`: one decoder of the law goes along, step by step."""
+    plan = make_plan("FXR", refresh_every=3, **SELECTION)
+    world = world_of(host)
+    backend, batch = backend_of(triton_base, world, plan), world.decode_batch()
+    law = decoder_of(world, plan)
+    for back in range(5, -1, -1):
+        for at, slots in enumerate(world.slots):
+            n = max(len(slots) - back, 1)
+            batch.seq_lens[at], batch.out_cache_loc[at] = n, slots[n - 1]
+        backend.init_forward_metadata(batch)
+        found = run_step(world, backend, batch)
+        wanted = law_step(world, law, batch, [q for q, _ in found])
+        for (_, got), want in zip(found, wanted, strict=True):
+            close(got, want)
+    assert backend.sparse.metrics.counts == law.metrics.counts
+    # of two rows that select, in the first step and in the fourth
+    scanned = sum(len(world.slots[at]) - back for at in (0, 2) for back in (5, 2))
+    assert law.metrics.counts["decode_tokens_total scanned"] == scanned
+
+
 @pytest.mark.parametrize("kind", ["label_channels", "learned"])
-def test_scorers_that_were_trained_read_their_own_keys(host, base, kind, tmp_path):
+def test_scorers_that_were_trained_read_their_own_keys(host, triton_base, kind, tmp_path):
     """Of maps that are made here, as `calibrate --distil` leaves them beside a plan."""
     world = world_of(host)
     width, num_kv_heads = 16, 2
@@ -198,7 +243,7 @@ def test_scorers_that_were_trained_read_their_own_keys(host, base, kind, tmp_pat
     scorer = {"kind": kind, "weights": "w.safetensors", "num_channels": 8}
     scorer["weights_sha256"] = weights.save(tmp_path / "w.safetensors")
     plan = make_plan("FXR", scorer=scorer, folder=tmp_path, **SELECTION)
-    backend, batch = backend_of(base, world, plan), world.decode_batch()
+    backend, batch = backend_of(triton_base, world, plan), world.decode_batch()
     backend.init_forward_metadata(batch)
     found = run_step(world, backend, batch)
     check(world, backend, plan, batch, found)
@@ -211,10 +256,10 @@ class TestIndexKeys:
 
     PLAN = PLANS["int4 keys"]
 
-    def rewritten(self, host, base, *, announced):
+    def rewritten(self, host, triton_base, *, announced):
         """A world that was decoded, a row of which then got other keys."""
         world = world_of(host)
-        backend, batch = backend_of(base, world, self.PLAN), world.decode_batch()
+        backend, batch = backend_of(triton_base, world, self.PLAN), world.decode_batch()
         backend.init_forward_metadata(batch)
         check(world, backend, self.PLAN, batch, run_step(world, backend, batch))
         slots = world.slots[2][10:50]
@@ -228,14 +273,16 @@ class TestIndexKeys:
         backend.init_forward_metadata(batch)
         return run_step(world, backend, batch)
 
-    def test_an_announced_write_is_copied_before_it_is_scanned(self, host, base):
-        world, backend, batch = self.rewritten(host, base, announced=True)
+    def test_an_announced_write_is_copied_before_it_is_scanned(self, host, triton_base):
+        world, backend, batch = self.rewritten(host, triton_base, announced=True)
         check(world, backend, self.PLAN, batch, self.step(world, backend, batch))
         assert "decode_stale_keys_total" not in backend.sparse.metrics.counts
 
-    def test_one_that_nobody_announced_is_mended_within_a_period_and_counted(self, host, base, monkeypatch):
+    def test_one_that_nobody_announced_is_mended_within_a_period_and_counted(
+        self, host, triton_base, monkeypatch
+    ):
         monkeypatch.setattr("sglang_blockreuse.layers.index_keys.AUDIT_PERIOD", 4)
-        world, backend, batch = self.rewritten(host, base, announced=False)
+        world, backend, batch = self.rewritten(host, triton_base, announced=False)
         with pytest.raises(AssertionError):  # negative control: it was not noticed at once
             check(world, backend, self.PLAN, batch, self.step(world, backend, batch))
         for _ in range(4):
@@ -249,9 +296,9 @@ class TestReplay:
 
     PLAN = PLANS["int4 keys"]
 
-    def captured(self, base, host, lens=LENS):
+    def captured(self, triton_base, host, lens=LENS):
         world = world_of(host, lens)
-        backend, batch = backend_of(base, world, self.PLAN), world.decode_batch()
+        backend, batch = backend_of(triton_base, world, self.PLAN), world.decode_batch()
         tokens = [
             (world.normal(3, NUM_Q_HEADS), world.normal(3, 2), world.normal(3, 2)) for _ in world.layers
         ]
@@ -291,19 +338,19 @@ class TestReplay:
         for got, want in zip(outs, wanted, strict=True):
             close(got.view(want.shape), want)
 
-    def test_it_equals_the_law_at_other_rows_lengths_and_values(self, base, host, num_sets):
+    def test_it_equals_the_law_at_other_rows_lengths_and_values(self, triton_base, host, num_sets):
         rng = random.Random(1)
-        world, backend, batch, tokens, outs, made = self.captured(base, host)
+        world, backend, batch, tokens, outs, made = self.captured(triton_base, host)
         for _ in range(num_sets):
             exact = self.replayed(world, backend, batch, tokens, made, rng)
             self.check(world, batch, tokens, outs, exact)
 
-    def test_what_is_recorded_does_not_depend_on_lengths(self, base, host):
-        *_, one = self.captured(base, host)
-        *_, other = self.captured(base, host, (16, 33, 2))
+    def test_what_is_recorded_does_not_depend_on_lengths(self, triton_base, host):
+        *_, one = self.captured(triton_base, host)
+        *_, other = self.captured(triton_base, host, (16, 33, 2))
         assert one.lines == other.lines
 
-    def test_a_length_that_was_baked_in_is_seen(self, base, host, monkeypatch):
+    def test_a_length_that_was_baked_in_is_seen(self, triton_base, host, monkeypatch):
         """Negative control."""
         from sglang_blockreuse.layers.cuda_decode import CudaDecode
 
@@ -315,27 +362,25 @@ class TestReplay:
         lens = torch.tensor(LENS)
         monkeypatch.setattr(CudaDecode, "begin", baked)
         with pytest.raises(AssertionError):
-            self.test_it_equals_the_law_at_other_rows_lengths_and_values(base, host, 6)
+            self.test_it_equals_the_law_at_other_rows_lengths_and_values(triton_base, host, 6)
 
-    def test_waiting_for_the_device_is_seen(self, base, host, monkeypatch):
+    def test_waiting_for_the_device_is_seen(self, triton_base, host, monkeypatch):
         """Negative control."""
         from sglang_blockreuse.kernels.ops_triton import TritonOps
 
         monkeypatch.setattr(TritonOps, "all_fresh", lambda ops, checked: bool(checked.fresh_R.all()))
         with pytest.raises(AssertionError, match="waits for the device"):
-            self.captured(base, host)
+            self.captured(triton_base, host)
 
 
 @pytest.mark.parametrize(
     ("pattern", "most"), [("F", 5), ("FX", 6), ("FR", 5)], ids=["full", "reindex", "reuse"]
 )
-def test_launches_of_a_layer_are_few(host, pattern, most):
+def test_launches_of_a_layer_are_few(triton_base, host, pattern, most):
     """Of the last layer, its write of KV left out; every operation that is no view is a launch on a device."""
-    from sglang_blockreuse.layers.backend import cuda_class
-
     world = world_of(host)
     plan = make_plan((pattern + "R" * 3)[:3] if pattern != "F" else "FRR", **SELECTION)
-    backend, batch = backend_of(cuda_class("triton"), world, plan), world.decode_batch()
+    backend, batch = backend_of(triton_base, world, plan), world.decode_batch()
     backend.init_forward_metadata(batch)
     at = len(pattern) - 1
     for layer in range(at):
@@ -345,5 +390,4 @@ def test_launches_of_a_layer_are_few(host, pattern, most):
     with recording() as made:
         backend._decode.run(at, q, *pools, scale=SCALE)
     launched = [line.split()[0] for line in made.launched]
-    print(pattern, launched)
     assert len(launched) <= most, launched

@@ -32,10 +32,8 @@ from torch import Tensor
 from sglang_blockreuse.kernels import reference, reference_select
 from sglang_blockreuse.kernels.decode_attention import decode_attention
 from sglang_blockreuse.kernels.extend_attention import extend_attention
-from sglang_blockreuse.kernels.int4_keys import write_int4
-from sglang_blockreuse.kernels.rerank import rerank
 from sglang_blockreuse.kernels.rotate_copy import PoolTable, rotate_copy
-from sglang_blockreuse.kernels.scan import pooled_scores, scan
+from sglang_blockreuse.kernels.scan import pooled_scores
 from sglang_blockreuse.kernels.top_k import top_k
 from sglang_blockreuse.layers.biased_rows import BiasedRows, Shape
 
@@ -105,7 +103,7 @@ class Batch:
 
     def int4(self) -> reference_select.Int4Keys:
         keys = reference_select.Int4Keys.empty(*self.k.shape, self.device)
-        write_int4(keys, torch.arange(self.k.shape[0], device=self.device), self.k)
+        reference_select.write_int4(keys, torch.arange(self.k.shape[0], device=self.device), self.k)
         return keys
 
     def run_bounds(self, run_len: int) -> Tensor:
@@ -197,13 +195,10 @@ def check_selection(batch: Batch) -> Iterator[Check]:
         yield same(
             "top-k ids", dtype, pool[0], reference_select.top_k(got, batch.lens, sizes.pool_size, **forced)[0]
         )
-        scanned = scan(
-            q, kind, *call, size=sizes.pool_size, max_len=got.shape[-1], **forced, **rows, **options
-        )
-        yield same("scan ids", dtype, scanned[0], pool[0])
         later = batch.queries(sizes.num_rows)
-        chosen = rerank(later, kind, *pool, *call, k=sizes.final_k, **forced, **rows, **options)
         in_pool = pooled_scores(later, kind, *call, pool_RXM=pool[0], pool_lens_R=pool[1], **options)
+        listed = {"positions_RXW": pool[0], "row_lens_R": batch.lens}
+        chosen = top_k(in_pool, pool[1], sizes.final_k, **listed, **forced)
         expected_ids, _ = reference_select.top_k(
             in_pool, pool[1], sizes.final_k, positions_RXW=pool[0], row_lens_R=batch.lens, **forced
         )
@@ -326,8 +321,11 @@ def run_timings(sizes: Sizes, bandwidth: float, with_flashinfer: bool) -> Iterat
         yield timing(
             f"rerank in {sizes.pool_size}, {name} keys",
             2 * pool.numel() * key_bytes,
-            lambda keys=keys, p=pool, n=pool_lens, o=options: rerank(
-                q, keys, p, n, *rows, k=sizes.final_k, **o
+            lambda keys=keys, p=pool, n=pool_lens, o=options: top_k(
+                pooled_scores(q, keys, *rows, pool_RXM=p, pool_lens_R=n, **o),
+                n,
+                sizes.final_k,
+                positions_RXW=p,
             ),
         )
     yield timing(f"top-{sizes.pool_size}", scores.numel() * 4, lambda: top_k(scores, lens, sizes.pool_size))

@@ -32,8 +32,18 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from sglang_blockreuse.kernels import decode_attention, extend_attention, int4_keys, rotate_copy, scan, top_k
-from sglang_blockreuse.kernels.reference_select import Heads, Int4Keys, Keys
+from sglang_blockreuse.kernels import (
+    decode_attention,
+    extend_attention,
+    index_codes,
+    int4_keys,
+    ops_triton,
+    rotate_copy,
+)
+from sglang_blockreuse.kernels.cpu_rows import KeyBias
+from sglang_blockreuse.kernels.ops import Chosen, Expected, IndexCodes, Lent, Queries, Rows, Table
+from sglang_blockreuse.kernels.reference_index import IndexMap
+from sglang_blockreuse.kernels.reference_select import Int4Keys
 
 KERNELS = Path(__file__).parents[1] / "kernels"
 TABLE = KERNELS / "aot_table.json"
@@ -108,47 +118,51 @@ def attention_configs() -> Iterator[Config]:
         )
 
 
-def scan_configs() -> Iterator[Config]:
-    variants = [(geometry, kind, "layer") for geometry in ALL_GEOMETRIES for kind in ("bf16", "int4")]
-    variants += [(geometry, "fp32", "layer") for geometry in (SMALL, LLAMA, WIDE_HEAD)]
-    variants += [(LLAMA, kind, "kv_head") for kind in ("bf16", "int4")]
-    for geometry, kind, heads in variants:
-        for pooled in (False, True):
-            yield Config(
-                f"{'rerank' if pooled else 'scan'} {geometry.name} {kind} {heads}",
-                lambda g=geometry, k=kind, h=heads, p=pooled: _scan(g, k, h, p),
-            )
-    for geometry in ALL_GEOMETRIES:
-        yield Config(
-            f"write int4 {geometry.name} bf16",
-            lambda g=geometry: int4_keys.write_int4(
-                Int4Keys.empty(64, g.num_heads, g.head_dim, "cpu"), LENS, g.pool(torch.bfloat16)[:4]
-            ),
-        )
+def plan_configs() -> Iterator[Config]:
+    """What a decode step under a layer plan launches, by verb."""
+    for geometry, num_lists in ((SMALL, 1), (LLAMA, 1), (LLAMA, LLAMA.num_heads), (WIDE_HEAD, 1)):
+        for verb, call in _verbs(geometry, num_lists).items():
+            yield Config(f"plan {geometry.name} lists{num_lists} {verb}", call)
 
 
-def _scan(geometry: Geometry, kind: str, heads: Heads, pooled: bool) -> None:
-    dtype = torch.float32 if kind == "fp32" else torch.bfloat16
-    keys: Keys = geometry.pool(dtype)
-    if kind == "int4":
-        keys = Int4Keys.empty(64, geometry.num_heads, geometry.head_dim, "cpu")
-    options: dict[str, Any] = {"tags_S": torch.zeros(64, dtype=torch.uint8), "alpha": 0.5, "beta": -0.5}
-    if pooled:
-        num_lists = 1 if heads == "layer" else geometry.num_heads
-        options |= {"pool_RXM": torch.zeros((4, num_lists, 64), dtype=torch.int32), "pool_lens_R": LENS}
-    queries = geometry.queries(4, dtype)
-    scan.pooled_scores(queries, keys, INDICES, ROWS, scale=1.0, heads=heads, num_splits=8, **options)
+def _verbs(geometry: Geometry, num_lists: int) -> dict[str, Callable[[], object]]:
+    ops, pool = ops_triton.TritonOps(num_lists, 32768, "cpu"), geometry.pool(torch.bfloat16)
+    requests = torch.arange(4, dtype=torch.int32)
+    bias = KeyBias(torch.zeros(64, dtype=torch.uint8), 0.5, -0.5)
+    rows = Rows(requests, LENS, torch.zeros((8, 32768), dtype=torch.int32), bias, LENS)
+    table, candidates = Table.empty(8, num_lists, 256), Table.empty(8, num_lists, 2048)
+    flags = torch.zeros(4, dtype=torch.uint8)
+    expected = Expected(requests, LENS, torch.zeros((4, 3), dtype=torch.int64))
+    lent, stale = Lent(table, torch.zeros((8, 6), dtype=torch.int64)), torch.zeros(7, dtype=torch.int64)
+    q, work = ops.queries(geometry.queries(4, torch.bfloat16), 1.0), ops.scratch(4, 1, 32768)
+    int4 = Int4Keys.empty(64, geometry.num_heads, geometry.head_dim, "cpu")
+    heads, dim, channels = geometry.num_heads, geometry.head_dim, 16
+    index = IndexMap(
+        torch.zeros(heads, channels, heads * dim), torch.zeros(1), *torch.ones(2, heads, channels).unbind()
+    )
+    codes = IndexCodes(torch.zeros((64, heads, channels // 2), dtype=torch.uint8))
+    codes_q = Queries(torch.zeros(4, heads * geometry.group, channels), 1.0)
+    step, current = torch.zeros(1, dtype=torch.int64), torch.zeros(64, dtype=torch.uint8)
+    every = {"period": 512, "is_last": True, "max_len": 32768}
+    return {
+        "score": lambda: ops.score(q, pool, rows, candidates, flags, work, None),
+        "score int4": lambda: ops.score(q, int4, rows, candidates, flags, work, None),
+        "keep": lambda: ops.keep(rows, candidates, flags, work, 4, 64, table),
+        "keep of a pool": lambda: ops.keep(rows, candidates, flags, work[..., :2048], 4, 64, table),
+        "attend": lambda: ops.attend(
+            q, pool, pool, rows, Chosen(table, table, flags), torch.empty_like(q.values)
+        ),
+        "seal": lambda: ops.seal(expected, lent, (0, 0)),
+        "check": lambda: ops.check(expected, lent, (0, 0), stale),
+        "score codes": lambda: ops.score(codes_q, codes, rows, candidates, flags, work, None),
+        "refresh codes": lambda: index_codes.refresh_codes(
+            index, codes.codes, rows, pool, current, step, step, **every
+        ),
+        "refresh int4": lambda: int4_keys.refresh_int4(int4, rows, pool, current, step, step, **every),
+    }
 
 
 def other_configs() -> Iterator[Config]:
-    scores = torch.zeros((4, 1, 16384))
-    lens = torch.full((4,), 16384, dtype=torch.int32)
-    pool = torch.zeros((4, 1, 16384), dtype=torch.int32)
-    yield Config("top-k two stages", lambda: top_k.top_k(scores, lens, 256, num_sinks=4, window=64))
-    yield Config(
-        "top-k of a pool",
-        lambda: top_k.top_k(scores, lens, 256, positions_RXW=pool, row_lens_R=lens, chunk_len=16384),
-    )
     bf16 = torch.bfloat16
     cases = [(geometry, bf16, 1, True, geometry.head_dim) for geometry in ALL_GEOMETRIES]
     cases += [(LLAMA, dtype, 1, True, 128) for dtype in (torch.float16, torch.float32, torch.float8_e4m3fn)]
@@ -176,7 +190,7 @@ def _rotate(geometry: Geometry, dtype: torch.dtype, page_size: int, is_neox: boo
 
 
 def configs() -> list[Config]:
-    return [*attention_configs(), *scan_configs(), *other_configs()]
+    return [*attention_configs(), *plan_configs(), *other_configs()]
 
 
 class _TargetOnly:

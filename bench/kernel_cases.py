@@ -217,33 +217,35 @@ def _cpu_sparse(world: World) -> Iterator[Operation]:
 
 def _cuda(world: World) -> Iterator[Operation]:
     sizes, bound = world.sizes, OUT_BOUND[world.dtype]
-    fast, law = Dispatcher("triton"), Dispatcher("reference")
+    from sglang_blockreuse.kernels import decode_attention, extend_attention, scan, top_k
+
     extend = world.extend_operands()
     selection = (world.q, world.k, world.slots, world.indptr)
-    scan = {"size": sizes.pool_size, "scale": sizes.scale}
-    pool, pool_lens = law.scan(*selection, **scan)
-    reranked = (world.q, world.k, pool, pool_lens, world.slots, world.indptr)
-    scores = torch.rand(sizes.batch, 1, sizes.context, device=world.device)
+    scale = {"scale": sizes.scale}
+    pool, pool_lens = reference_select.scan(*selection, size=sizes.pool_size, **scale)
+    pooled = {"pool_RXM": pool, "pool_lens_R": pool_lens, **scale}
     lens = torch.full((sizes.batch,), sizes.context, device=world.device).int()
+    kept = {"positions_RXW": pool, "row_lens_R": lens}
 
-    def pair(name: str, call: Callable[[Dispatcher], Any], error: Any, limit: float) -> Operation:
-        return Operation(name, "Triton", lambda: call(fast), lambda: call(law), error, limit)
+    def best(scores: Any, top: Any) -> Callable[[], Tensor]:
+        return lambda: top(scores(*selection, **scale), lens, sizes.pool_size)[0]
 
-    yield pair(
-        "decode_attention", lambda d: d.decode_attention(*world.decode, scale=sizes.scale)[0], _rms, bound
+    def best_of_pool(scores: Any, top: Any) -> Callable[[], Tensor]:
+        return lambda: top(scores(*selection, **pooled), pool_lens, sizes.final_k, **kept)[0]
+
+    def first(call: Any, *operands: Tensor) -> Callable[[], Tensor]:
+        return lambda: call(*operands, **scale)[0]
+
+    attend, attend_law = decode_attention.decode_attention, reference.decode_attention
+    run, run_law = extend_attention.extend_attention, reference.extend_attention
+    decode = world.decode
+    yield Operation(
+        "decode_attention", "Triton", first(attend, *decode), first(attend_law, *decode), _rms, bound
     )
-    yield pair("extend_attention", lambda d: d.extend_attention(*extend, scale=sizes.scale)[0], _rms, bound)
-    yield pair("scan", lambda d: d.scan(*selection, **scan)[0], _differing, CHOICE_BOUND)
-    rerank = {"k": sizes.final_k, "scale": sizes.scale}
-    yield pair("rerank", lambda d: d.rerank(*reranked, **rerank)[0], _differing, CHOICE_BOUND)
-    yield pair("top_k", lambda d: d.top_k(scores, lens, sizes.final_k)[0], _differing, 0.0)
-
-    def write(dispatcher: Dispatcher) -> Tensor:
-        keys = reference_select.Int4Keys.empty(*world.k.shape, world.device)
-        dispatcher.write_int4(keys, world.slots.long(), world.k[world.slots.long()])
-        return keys.codes
-
-    yield pair("write_int4", write, _differing_codes, CHOICE_BOUND)
+    yield Operation("extend_attention", "Triton", first(run, *extend), first(run_law, *extend), _rms, bound)
+    fast, law = (scan.pooled_scores, top_k.top_k), (reference_select.pooled_scores, reference_select.top_k)
+    yield Operation("scan", "Triton", best(*fast), best(*law), _differing, CHOICE_BOUND)
+    yield Operation("rerank", "Triton", best_of_pool(*fast), best_of_pool(*law), _differing, CHOICE_BOUND)
 
 
 def _rms(got: Tensor, expected: Tensor) -> float:
@@ -259,7 +261,3 @@ def _differing(got: Tensor, expected: Tensor) -> float:
     for a, b in zip(got.flatten(0, 1).tolist(), expected.flatten(0, 1).tolist(), strict=True):
         worst = max(worst, len(set(a) ^ set(b)) / (2 * len(b)))
     return worst
-
-
-def _differing_codes(got: Tensor, expected: Tensor) -> float:
-    return float((got != expected).double().mean())

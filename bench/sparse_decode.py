@@ -92,7 +92,8 @@ class Bench:
         none = np.zeros(len(lens), np.uint8)
         step = self.decoder.begin(Batch(table, requests, lens, np.arange(len(lens)), none, None))
         assert step is not None
-        self.step, self.rows, self.lens, self.table = step, step.rows, lens, table
+        self.step, self.rows, self.lens, self.table = step, step.rows.arrays, lens, table
+        self.geometry = cpu_select.Geometry(dtype, NUM_KV_HEADS, NUM_Q_HEADS // NUM_KV_HEADS, HEAD_DIM)
         self.dense = plan_attention(table, requests, [n - 1 for n in lens], [1] * len(lens))
         selection = self.decoder.selection
         self.pool = cpu_select.Table.empty(len(lens), 1, selection.pool_size or selection.final_k)
@@ -107,7 +108,7 @@ class Bench:
             self.decoder.run(step, layer, self.q, self.k, self.v, self.out, scale=SCALE)
 
     def parts(self) -> dict[str, Callable[[], None]]:
-        selection, geometry = self.decoder.selection, self.decoder.geometry
+        selection, geometry = self.decoder.selection, self.geometry
         q = (self.q.float() * SCALE).numpy()
         keys, values = as_array(self.k), as_array(self.v)
         out = self.sparse_out

@@ -75,7 +75,7 @@ def _logits(fill: Any, num_heads: int, group: int, num_channels: int, mixed: boo
         for task in numba.prange(requests.shape[0] * num_chunks):
             r = task // num_chunks
             request = requests[r]
-            length = counts[request] if pooled[r] else lens[r]
+            length = counts[request] if pooled[r] and lens[r] > 0 else lens[r]
             begin = (task % num_chunks) * CHUNK
             key = np.empty(num_channels, np.float32)
             for j in range(begin, min(begin + CHUNK, length)):
@@ -108,7 +108,7 @@ def _shares() -> Callable[..., None]:
         num_queries = work.shape[1]
         for task in numba.prange(requests.shape[0] * num_queries):
             r, g = task // num_queries, task % num_queries
-            length = counts[requests[r]] if pooled[r] else lens[r]
+            length = counts[requests[r]] if pooled[r] and lens[r] > 0 else lens[r]
             logit = work[r, g]
             highest = np.float32(-np.inf)
             for j in range(length):

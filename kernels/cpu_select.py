@@ -122,7 +122,7 @@ def _extender() -> Callable[..., None]:
     @compiled(nogil=True)
     def extend(requests, lens, slot_table, positions, counts, seen, out, out_slots, out_counts):
         for r in range(requests.shape[0]):
-            if seen[r] == 0:
+            if seen[r] == 0 or lens[r] == 0:
                 continue
             request, n = requests[r], counts[requests[r]]
             for x in range(positions.shape[1]):
@@ -180,6 +180,8 @@ def _keeper(page_size: int) -> Callable[..., None]:
             # candidates of one list serve every list
             c = x if positions.shape[1] > 1 else 0
             request = requests[r]
+            if lens[r] == 0:
+                continue
             length = counts[request] if pooled[r] else lens[r]
             num_columns = length if pooled[r] else (length + page_size - 1) // page_size
             score = np.zeros(num_columns, np.float32)

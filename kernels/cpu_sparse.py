@@ -16,23 +16,44 @@ from .cpu_numba import REORDER, exponential, loader
 from .cpu_scan import CHUNK
 from .cpu_select import Geometry, Rows, Table
 
+NO_FLAGS, NO_LENS = np.zeros(0, np.uint8), np.zeros(0, np.int32)
+NO_TABLE = Table(np.zeros((0, 0, 0), np.int32), np.zeros((0, 0, 0), np.int32), NO_LENS)
+
 
 def attend(
-    geometry: Geometry, q_RQD: Any, keys_SHD: Any, values_SHD: Any, rows: Rows, table: Table, out_RQD: Any
+    geometry: Geometry,
+    q_RQD: Any,
+    keys_SHD: Any,
+    values_SHD: Any,
+    rows: Rows,
+    table: Table,
+    out_RQD: Any,
+    *,
+    own: Table = NO_TABLE,
+    fresh_R: Any = None,
+    dense_lens_R: Any = None,
 ) -> None:
     """Writes softmax(q k + bias) v over each row's positions of `table` into `out_RQD` (float32).
 
-    `q_RQD` is float32 and carries the scale. Only slots that the rows' own entries name are read.
+    `q_RQD` is float32 and carries the scale. Only slots that the rows' own entries name are read. Rows with
+    fresh_R[r] = 0 (uint8) take `own` in place of `table`. Rows of length 0 attend to their first dense_lens_R[r]
+    (int32) keys, or are left out.
     """
     _kernel(geometry)(
         q_RQD,
         keys_SHD,
         values_SHD,
         rows.requests_R,
+        rows.lens_R,
+        rows.slot_table,
         rows.tags_S,
         rows.bias_4,
         table.slots,
         table.counts,
+        own.slots,
+        own.counts,
+        NO_FLAGS if fresh_R is None else fresh_R,
+        NO_LENS if dense_lens_R is None else dense_lens_R,
         out_RQD,
     )
 
@@ -89,16 +110,42 @@ def _kernel(geometry: Geometry) -> Callable[..., None]:
     load, exp = loader(geometry.dtype), exponential()
 
     @compiled(parallel=True, nogil=True, error_model="numpy", fastmath=REORDER)
-    def attend(q, keys, values, requests, tags, bias, slots, counts, out):
+    def attend(
+        q,
+        keys,
+        values,
+        requests,
+        lens,
+        slot_table,
+        tags,
+        bias,
+        shared_slots,
+        shared_counts,
+        own_slots,
+        own_counts,
+        fresh,
+        dense_lens,
+        out,
+    ):
         for task in numba.prange(requests.shape[0] * num_heads):
             r, h = task // num_heads, task % num_heads
             request = requests[r]
+            listed = lens[r] > 0
+            shared = fresh.shape[0] == 0 or fresh[r] != 0
+            slots = shared_slots if shared else own_slots
             x = h if slots.shape[1] > 1 else 0
-            count = counts[request]
+            if listed:
+                count = shared_counts[request] if shared else own_counts[request]
+                entries = slots[request, x]
+            else:
+                count = dense_lens[r] if dense_lens.shape[0] else np.int32(0)
+                entries = slot_table[request]
+            if count == 0:
+                continue
             key = np.empty(head_dim, np.float32)
             weights = np.empty((group, count), np.float32)
             for j in range(count):
-                slot = slots[request, x, j]
+                slot = entries[j]
                 term = bias[tags[slot]] if tags.shape[0] else np.float32(0)
                 for d in range(head_dim):
                     key[d] = load(keys[slot, h, d])
@@ -121,7 +168,7 @@ def _kernel(geometry: Geometry) -> Callable[..., None]:
                     weight[j] *= share
             sums = np.zeros((group, head_dim), np.float32)
             for j in range(count):
-                slot = slots[request, x, j]
+                slot = entries[j]
                 for d in range(head_dim):
                     key[d] = load(values[slot, h, d])
                 for g in range(group):

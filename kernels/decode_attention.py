@@ -7,6 +7,9 @@ graph replays with other rows.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
 import torch
 import triton
 import triton.language as tl
@@ -29,6 +32,43 @@ from .triton_common import (
 MIN_SPLIT_LEN = 256  # keys; a shorter split does not repay its partial state
 
 
+@dataclass(frozen=True)
+class Listed:
+    """Rows that read entries of tables by request slot in place of their whole list. Pages of one slot.
+
+    Row r does where lens_R[r] > 0: entries of `shared`, or of `own` where that is given and fresh_R[r] (uint8) is 0.
+    """
+
+    requests_R: Tensor  # int32
+    lens_R: Tensor  # int32
+    shared_slots: Tensor  # int32 [B, X, M], X one or the number of KV heads
+    shared_counts: Tensor  # int32 [B]
+    own_slots: Tensor | None = None
+    own_counts: Tensor | None = None
+    fresh_R: Tensor | None = None
+
+    NONE: ClassVar[tuple[Any, ...]] = (*(None,) * 7, *(0,) * 4)
+
+    def operands(self) -> tuple[Any, ...]:
+        """As `_decode_split_kernel` takes them."""
+        return (
+            self.requests_R,
+            self.lens_R,
+            self.shared_slots,
+            self.shared_counts,
+            self.own_slots,
+            self.own_counts,
+            self.fresh_R,
+            *_list_strides(self.shared_slots),
+            *((0, 0) if self.own_slots is None else _list_strides(self.own_slots)),
+        )
+
+
+def _list_strides(slots: Tensor) -> tuple[int, int]:
+    """Elements between request slots, and between the lists of KV heads."""
+    return slots.stride(0), 0 if slots.shape[1] == 1 else slots.stride(1)
+
+
 def decode_attention(
     q_RQD: Tensor,
     k_SHD: Tensor,
@@ -44,8 +84,12 @@ def decode_attention(
     kv_lens_R: Tensor | None = None,
     max_len: int | None = None,
     num_splits: int | None = None,
+    listed: Listed | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one query per row; returns out [R, Q, E] in q's dtype and lse float32 [R, Q].
+
+    With `listed`, rows of which it knows take their entries from a table, and the others as without.
 
     Contract of `reference.decode_attention`, sums in float32. `max_len` bounds the rows on the host and only
     chooses the number of splits; it defaults to the number of entries. A captured graph keeps that number.
@@ -57,7 +101,8 @@ def decode_attention(
         max_len = kv_indices.shape[-1] * page_size
     if num_splits is None:
         num_splits = num_splits_for(num_rows * num_heads, max_len, MIN_SPLIT_LEN, q_RQD.device)
-    out = torch.empty((num_rows, num_q_heads, value_dim), dtype=q_RQD.dtype, device=q_RQD.device)
+    if out is None:
+        out = torch.empty((num_rows, num_q_heads, value_dim), dtype=q_RQD.dtype, device=q_RQD.device)
     lse = torch.empty((num_rows, num_q_heads), dtype=torch.float32, device=q_RQD.device)
     if num_rows == 0:
         return out, lse
@@ -75,6 +120,7 @@ def decode_attention(
         kv_indices,
         kv_indptr_R1,
         kv_lens_R,
+        *(Listed.NONE if listed is None else listed.operands()),
         part_out,
         part_lse,
         scale * LOG2E,
@@ -100,6 +146,8 @@ def decode_attention(
         PAGE_SIZE=page_size,
         HAS_TAGS=tags_S is not None,
         HAS_LENS=kv_lens_R is not None,
+        HAS_LIST=listed is not None,
+        HAS_OWN=listed is not None and listed.own_slots is not None,
         SOFT_BITS=soft_bits(q_RQD.dtype),
         num_warps=num_warps,
         num_stages=num_stages,
@@ -137,6 +185,17 @@ def _decode_split_kernel(
     indices_ptr,
     indptr_ptr,
     lens_ptr,
+    requests_ptr,
+    listed_lens_ptr,
+    shared_ptr,
+    shared_counts_ptr,
+    own_ptr,
+    own_counts_ptr,
+    fresh_ptr,
+    stride_shared_row,
+    stride_shared_list,
+    stride_own_row,
+    stride_own_list,
     out_ptr,
     lse_ptr,
     scale_log2e,
@@ -166,12 +225,26 @@ def _decode_split_kernel(
     PAGE_SIZE: tl.constexpr,
     HAS_TAGS: tl.constexpr,
     HAS_LENS: tl.constexpr,
+    HAS_LIST: tl.constexpr,
+    HAS_OWN: tl.constexpr,
     SOFT_BITS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     first, num_keys = row_bounds(indptr_ptr, lens_ptr, row, PAGE_SIZE, HAS_LENS)
+    if HAS_LIST:
+        request = tl.load(requests_ptr + row).to(tl.int64)
+        is_whole = tl.load(listed_lens_ptr + row) == 0
+        is_shared = tl.load(listed_lens_ptr + row) > 0
+        shared = shared_ptr + request * stride_shared_row + head * stride_shared_list
+        num_listed = tl.load(shared_counts_ptr + request)
+        if HAS_OWN:
+            is_own = is_shared & (tl.load(fresh_ptr + row) == 0)
+            is_shared = is_shared & (tl.load(fresh_ptr + row) != 0)
+            own = own_ptr + request * stride_own_row + head * stride_own_list
+            num_listed = tl.where(is_own, tl.load(own_counts_ptr + request), num_listed)
+        num_keys = tl.where(is_whole, num_keys, num_listed)
     begin, end = split_bounds(num_keys, split, NUM_SPLITS, BLOCK_N)
     entries = indices_ptr + head * stride_indices_head + first
 
@@ -189,7 +262,13 @@ def _decode_split_kernel(
     for start in range(begin, end, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
         live = j < end
-        page, offset = load_entry(entries, j, live, PAGE_SIZE)
+        if HAS_LIST:
+            page, offset = load_entry(entries, j, live & is_whole, PAGE_SIZE)
+            page += tl.load(shared + j, mask=live & is_shared, other=0).to(tl.int64)
+            if HAS_OWN:
+                page += tl.load(own + j, mask=live & is_own, other=0).to(tl.int64)
+        else:
+            page, offset = load_entry(entries, j, live, PAGE_SIZE)
         k_at = page * stride_k_page + offset * stride_k_slot + head * stride_k_head
         k = tl.load(k_ptr + k_at[None, :] + d[:, None], mask=live[None, :] & (d < D)[:, None], other=0.0)
         logits = dot(q, k.to(q.dtype), tl.zeros([BLOCK_G, BLOCK_N], tl.float32), SOFT_BITS) * scale_log2e

@@ -1,4 +1,4 @@
-"""Chooses who serves each operation: FlashInfer, Triton or the reference. The only file that knows all three.
+"""Chooses who moves blocks: Triton, the compiled CPU kernel or the reference. For decode under a plan see choose.py.
 
 Dims as in reference.py.
 
@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from . import cpu_rotate_copy, reference, reference_select
-from .reference_select import Heads, Int4Keys, Keys
+from . import cpu_rotate_copy, reference
 
 if TYPE_CHECKING:
     from .rotate_copy import PoolTable
@@ -92,7 +91,7 @@ def _capability() -> tuple[int, int]:
 
 @dataclass
 class Dispatcher:
-    """Serves the operations of reference.py and reference_select.py with their signatures.
+    """Serves `reference.rotate_copy` with its signature.
 
     `choice` forces a kind; operands outside its gate still fall back. `fallbacks` counts, per operation and
     reason, the calls that a forced or fast kind refused; a metrics exporter reads it.
@@ -169,96 +168,6 @@ class Dispatcher:
                 k_layers, v_layers, src_slots_T, dst_slots_T, cos_TF, sin_TF, is_neox=is_neox
             )
 
-    def extend_attention(
-        self,
-        q_TQD: Tensor,
-        k_SHD: Tensor,
-        v_SHE: Tensor,
-        kv_indices: Tensor,
-        kv_indptr_R1: Tensor,
-        qo_indptr_R1: Tensor,
-        *,
-        max_q_len: int | None = None,
-        page_size: int = 1,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """See `reference.extend_attention`; `max_q_len` spares the Triton kernel a synchronisation."""
-        rows = (q_TQD, k_SHD, v_SHE, kv_indices, kv_indptr_R1, qo_indptr_R1)
-        if self.kind_for("extend_attention", Operands.of(q_TQD, k_SHD, page_size)) == "triton":
-            return _triton("extend_attention")(*rows, max_q_len=max_q_len, page_size=page_size, **options)
-        return reference.extend_attention(*rows, page_size=page_size, **options)
-
-    def decode_attention(
-        self,
-        q_RQD: Tensor,
-        k_SHD: Tensor,
-        v_SHE: Tensor,
-        kv_indices: Tensor,
-        kv_indptr_R1: Tensor,
-        *,
-        max_len: int | None = None,
-        page_size: int = 1,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """See `reference.decode_attention`; `max_len` bounds the rows for the choice of splits."""
-        rows = (q_RQD, k_SHD, v_SHE, kv_indices, kv_indptr_R1)
-        if self.kind_for("decode_attention", Operands.of(q_RQD, k_SHD, page_size)) == "triton":
-            return _triton("decode_attention")(*rows, max_len=max_len, page_size=page_size, **options)
-        return reference.decode_attention(*rows, page_size=page_size, **options)
-
-    def scan(
-        self,
-        q_RQD: Tensor,
-        keys: Keys,
-        kv_indices: Tensor,
-        kv_indptr_R1: Tensor,
-        *,
-        size: int,
-        heads: Heads = "layer",
-        max_len: int | None = None,
-        page_size: int = 1,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """See `reference_select.scan`; `max_len` bounds the rows on the host."""
-        options |= {"size": size, "heads": heads, "page_size": page_size}
-        rows = (q_RQD, keys, kv_indices, kv_indptr_R1)
-        if self.kind_for("scan", Operands.of(q_RQD, _stored(keys), page_size)) == "triton":
-            return _triton("scan")(*rows, max_len=max_len, **options)
-        return reference_select.scan(*rows, **options)
-
-    def rerank(
-        self,
-        q_RQD: Tensor,
-        keys: Keys,
-        pool_RXM: Tensor,
-        pool_lens_R: Tensor,
-        kv_indices: Tensor,
-        kv_indptr_R1: Tensor,
-        *,
-        k: int,
-        heads: Heads = "layer",
-        page_size: int = 1,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """See `reference_select.rerank`."""
-        rows = (q_RQD, keys, pool_RXM, pool_lens_R, kv_indices, kv_indptr_R1)
-        operands = Operands.of(q_RQD, _stored(keys), page_size)
-        call = _triton("rerank") if self.kind_for("rerank", operands) == "triton" else reference_select.rerank
-        chosen: tuple[Tensor, Tensor] = call(*rows, k=k, heads=heads, page_size=page_size, **options)
-        return chosen
-
-    def top_k(self, scores_RXW: Tensor, lens_R: Tensor, k: int, **options: Any) -> tuple[Tensor, Tensor]:
-        """See `reference_select.top_k`."""
-        operands = Operands(scores_RXW.device.type, scores_RXW.dtype, scores_RXW.dtype, 1, 1, 1)
-        call = _triton("top_k") if self.kind_for("top_k", operands) == "triton" else reference_select.top_k
-        chosen: tuple[Tensor, Tensor] = call(scores_RXW, lens_R, k, **options)
-        return chosen
-
-    def write_int4(self, keys: Int4Keys, slots_T: Tensor, k_THD: Tensor) -> None:
-        """See `reference_select.write_int4`."""
-        triton = self.kind_for("write_int4", Operands.of(k_THD, k_THD, 1)) == "triton"
-        (_triton("write_int4", "int4_keys") if triton else reference_select.write_int4)(keys, slots_T, k_THD)
-
 
 @cache
 def _triton(function: str, module: str | None = None) -> Callable[..., Any]:
@@ -271,7 +180,3 @@ def _pools(pools: Tensor | Sequence[Tensor] | PoolTable) -> Sequence[Tensor]:
     if isinstance(pools, Tensor):
         return [pools]
     return pools if isinstance(pools, Sequence) else pools.pools
-
-
-def _stored(keys: Keys) -> Tensor:
-    return keys if isinstance(keys, Tensor) else keys.codes

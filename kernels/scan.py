@@ -1,4 +1,4 @@
-"""Triton twins of `reference_select.pooled_scores` and `scan`: score-only keys, exact or int4, then top-M.
+"""Triton twin of `reference_select.pooled_scores`: score-only keys, exact, int4, or codes of index keys.
 
 Dims as in reference_select.py, and: C splits of a row
 
@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .reference_select import Heads, Int4Keys, Keys, num_kv_heads, row_lens
-from .top_k import top_k
+from .ops import IndexCodes
+from .reference_select import Heads, Int4Keys, Keys, num_kv_heads
 from .triton_common import (
     LOG2E,
     dot,
@@ -33,7 +33,7 @@ MIN_SPLIT_LEN = 256  # keys
 
 def pooled_scores(
     q_RQD: Tensor,
-    keys: Keys,
+    keys: Keys | IndexCodes,
     kv_indices: Tensor,
     kv_indptr_R1: Tensor,
     *,
@@ -46,16 +46,23 @@ def pooled_scores(
     kv_lens_R: Tensor | None = None,
     pool_RXM: Tensor | None = None,
     pool_lens_R: Tensor | None = None,
+    pool_rows_R: Tensor | None = None,
+    pooled_R: Tensor | None = None,
     width: int | None = None,
     num_splits: int | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Scores float32 [R, X, W]; columns beyond a row's length are left unwritten.
 
     Contract of `reference_select.pooled_scores`, except that `width` must bound every row on the host; it
-    defaults to the pool's width, or to the number of index entries.
+    defaults to the pool's width, or to the number of index entries. `out` [R, X, W] is written where it is given, one
+    list, or one per KV head.
+
+    With `pooled_R` (uint8) row r scores its pool only where that is set, and its history of kv_lens_R[r] keys where
+    it is not; a row of no keys does neither. `pool_rows_R` (int32) says where a row's pool and its length stand.
     """
     num_rows, num_q_heads, head_dim = q_RQD.shape
-    num_heads = num_kv_heads(keys)
+    num_heads = keys.codes.shape[1] if isinstance(keys, IndexCodes) else num_kv_heads(keys)
     num_lists = 1 if heads == "layer" else num_heads
     if q_RQD.stride(-1) != 1 or num_q_heads % num_heads:
         raise ValueError(
@@ -63,9 +70,13 @@ def pooled_scores(
         )
     if (pool_RXM is None) != (pool_lens_R is None):
         raise ValueError("pool_RXM and pool_lens_R come together")
+    if out is not None:
+        num_lists, width = out.shape[1:]
     if width is None:
         width = kv_indices.shape[-1] * page_size if pool_RXM is None else pool_RXM.shape[-1]
-    scores = torch.empty((num_rows, num_lists, width), dtype=torch.float32, device=q_RQD.device)
+    scores = out
+    if scores is None:
+        scores = torch.empty((num_rows, num_lists, width), dtype=torch.float32, device=q_RQD.device)
     if scores.numel() == 0:
         return scores
     group, device = num_q_heads // num_heads, q_RQD.device
@@ -74,23 +85,27 @@ def pooled_scores(
     # without a head axis in the score grid, the splits alone must fill the device
     num_score_splits = num_splits * (num_heads // num_lists) if device.type == "cuda" else num_splits
     part_lse = torch.empty((num_rows, num_q_heads, num_splits), dtype=torch.float32, device=device)
-    int4 = isinstance(keys, Int4Keys)
-    first_half = (head_dim // 2) if int4 else head_dim
+    packed = not isinstance(keys, Tensor)
+    stored = keys if isinstance(keys, Tensor) else keys.codes
+    first_half = (head_dim // 2) if packed else head_dim
     operands = (
         q_RQD,
-        keys.codes if isinstance(keys, Int4Keys) else keys,
+        stored,
         keys.ranges.view(torch.int64) if isinstance(keys, Int4Keys) else None,
         tags_S,
         kv_indices,
         kv_indptr_R1,
-        kv_lens_R if pool_lens_R is None else pool_lens_R,
+        kv_lens_R if pool_lens_R is None or pooled_R is not None else pool_lens_R,
         pool_RXM,
+        pool_lens_R,
+        pool_rows_R,
+        pooled_R,
         scale * LOG2E,
         alpha * LOG2E,
         beta * LOG2E,
         q_RQD.stride(0),
         q_RQD.stride(1),
-        *pool_strides(keys.codes if isinstance(keys, Int4Keys) else keys, page_size),
+        *pool_strides(stored, page_size),
         0 if pool_RXM is None else pool_RXM.stride(0),
         0 if pool_RXM is None or pool_RXM.shape[1] == 1 else pool_RXM.stride(1),
     )
@@ -102,25 +117,28 @@ def pooled_scores(
         "BLOCK_D": max(16, triton.next_power_of_2(first_half)),
         "BLOCK_N": _scan_block(head_dim, q_RQD.element_size()),
         "PAGE_SIZE": page_size,
-        "INT4": int4,
+        "INT4": packed,
+        "HAS_RANGES": isinstance(keys, Int4Keys),
         "HAS_TAGS": tags_S is not None,
         "HAS_LENS": kv_lens_R is not None or pool_lens_R is not None,
         "HAS_POOL": pool_RXM is not None,
+        "HAS_ROWS": pool_rows_R is not None,
+        "HAS_FLAGS": pooled_R is not None,
         "SOFT_BITS": soft_bits(q_RQD.dtype),
     }
     _scan_lse_kernel[(num_rows, num_heads, num_splits)](
         *operands, part_lse, **constants, NUM_SPLITS=num_splits, num_warps=4, num_stages=2
     )
-    lse = part_lse.logsumexp(-1)
     _scan_score_kernel[(num_rows, num_lists, num_score_splits)](
         *operands,
-        lse,
+        part_lse,
         scores,
         scores.stride(0),
         scores.stride(1),
         **constants,
         HEADS_PER_LIST=num_heads // num_lists,
         NUM_SPLITS=num_score_splits,
+        NUM_LSE=num_splits,
         num_warps=4,
         num_stages=2,
     )
@@ -131,45 +149,6 @@ def _scan_block(head_dim: int, element_size: int) -> int:
     """Keys per block, as aot_table.json allows without a spill."""
     wide = triton.next_power_of_2(head_dim) * element_size > 256
     return 64 if not wide else 16 if element_size == 4 else 32
-
-
-def scan(
-    q_RQD: Tensor,
-    keys: Keys,
-    kv_indices: Tensor,
-    kv_indptr_R1: Tensor,
-    *,
-    size: int,
-    scale: float,
-    heads: Heads = "layer",
-    num_sinks: int = 0,
-    window: int = 0,
-    tags_S: Tensor | None = None,
-    alpha: float = 0.0,
-    beta: float = 0.0,
-    page_size: int = 1,
-    kv_lens_R: Tensor | None = None,
-    max_len: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The best `size` positions of each row's history: int32 [R, X, size] and counts int32 [R].
-
-    Contract of `reference_select.scan`; `max_len` bounds the rows on the host.
-    """
-    scores = pooled_scores(
-        q_RQD,
-        keys,
-        kv_indices,
-        kv_indptr_R1,
-        scale=scale,
-        heads=heads,
-        tags_S=tags_S,
-        alpha=alpha,
-        beta=beta,
-        page_size=page_size,
-        kv_lens_R=kv_lens_R,
-        width=max_len,
-    )
-    return top_k(scores, row_lens(kv_indptr_R1, kv_lens_R), size, num_sinks=num_sinks, window=window)
 
 
 @triton.jit
@@ -200,6 +179,7 @@ def _logits(
     BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     INT4: tl.constexpr,
+    HAS_RANGES: tl.constexpr,
     SOFT_BITS: tl.constexpr,
 ):
     """q . k [BLOCK_G, BLOCK_N] of one KV head; `q_ptr` is the row's. D is the head dim, or its half for int4."""
@@ -213,18 +193,31 @@ def _logits(
     if INT4:
         # codes are small integers, exact in every float type; step and low are applied to the dot
         codes = tl.load(k_ptr + k_at[None, :] + d[:, None], mask=k_live, other=0)
-        packed = tl.load(ranges_ptr + (page * PAGE_SIZE + offset) * H + head, mask=live, other=0)
-        step, low = _half_range(packed, 0)
-        logits = dot(q, (codes & 15).to(tl.float32).to(q.dtype), zero, SOFT_BITS) * step[None, :]
-        logits += tl.sum(q.to(tl.float32), 1)[:, None] * low[None, :]
-        q = tl.load(q_at + D, mask=q_live, other=0.0)
-        step, low = _half_range(packed, 32)
-        logits += dot(q, (codes >> 4).to(tl.float32).to(q.dtype), zero, SOFT_BITS) * step[None, :]
-        logits += tl.sum(q.to(tl.float32), 1)[:, None] * low[None, :]
+        high_q = tl.load(q_at + D, mask=q_live, other=0.0)
+        low_half = dot(q, (codes & 15).to(tl.float32).to(q.dtype), zero, SOFT_BITS)
+        high_half = dot(high_q, (codes >> 4).to(tl.float32).to(q.dtype), zero, SOFT_BITS)
+        if HAS_RANGES:
+            packed = tl.load(ranges_ptr + (page * PAGE_SIZE + offset) * H + head, mask=live, other=0)
+            step, low = _half_range(packed, 0)
+            logits = low_half * step[None, :] + tl.sum(q.to(tl.float32), 1)[:, None] * low[None, :]
+            step, low = _half_range(packed, 32)
+            logits += high_half * step[None, :] + tl.sum(high_q.to(tl.float32), 1)[:, None] * low[None, :]
+        else:
+            # queries carry the steps of their channels
+            logits = low_half + high_half
     else:
         k = tl.load(k_ptr + k_at[None, :] + d[:, None], mask=k_live, other=0.0)
         logits = dot(q, k.to(q.dtype), zero, SOFT_BITS)
     return logits
+
+
+@triton.jit
+def part_lse_merged(part):
+    """Log-sum-exp over the splits [BLOCK_G, NUM_LSE] of a row."""
+    top = tl.max(part, 1)
+    base = tl.where((top == float("-inf")) | (top == float("inf")), 0.0, top)
+    total = tl.sum(tl.exp2((part - base[:, None]) * 1.4426950408889634), 1)
+    return tl.where(total > 0.0, base + tl.log2(total) * 0.6931471805599453, float("inf"))
 
 
 @triton.jit
@@ -237,6 +230,9 @@ def _scan_lse_kernel(
     indptr_ptr,
     lens_ptr,
     pool_ptr,
+    pool_lens_ptr,
+    pool_rows_ptr,
+    pooled_ptr,
     scale_log2e,
     alpha_log2e,
     beta_log2e,
@@ -256,23 +252,34 @@ def _scan_lse_kernel(
     BLOCK_N: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     INT4: tl.constexpr,
+    HAS_RANGES: tl.constexpr,
     HAS_TAGS: tl.constexpr,
     HAS_LENS: tl.constexpr,
     HAS_POOL: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    HAS_FLAGS: tl.constexpr,
     SOFT_BITS: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
 ):
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     first, num_keys = row_bounds(indptr_ptr, lens_ptr, row, PAGE_SIZE, HAS_LENS)
+    pool_row = tl.load(pool_rows_ptr + row).to(tl.int64) if HAS_ROWS else row
+    if HAS_FLAGS:
+        from_pool = (tl.load(pooled_ptr + row) != 0) & (num_keys > 0)
+        num_keys = tl.where(from_pool, tl.load(pool_lens_ptr + pool_row).to(tl.int32), num_keys)
     begin, end = split_bounds(num_keys, split, NUM_SPLITS, BLOCK_N)
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     for start in range(begin, end, BLOCK_N):
-        position = start + tl.arange(0, BLOCK_N)
-        live = position < end
+        j = start + tl.arange(0, BLOCK_N)
+        live = j < end
+        position = j
         if HAS_POOL:
-            listed = pool_ptr + row * stride_pool_row + head * stride_pool_list + position
-            position = tl.load(listed, mask=live, other=0)
+            listed = pool_ptr + pool_row * stride_pool_row + head * stride_pool_list + j
+            if HAS_FLAGS:
+                position = tl.where(from_pool, tl.load(listed, mask=live & from_pool, other=0), j)
+            else:
+                position = tl.load(listed, mask=live, other=0)
         page, offset = load_entry(indices_ptr + first, position, live, PAGE_SIZE)
         logits = _logits(
             q_ptr + row * stride_q_row,
@@ -293,6 +300,7 @@ def _scan_lse_kernel(
             BLOCK_D,
             PAGE_SIZE,
             INT4,
+            HAS_RANGES,
             SOFT_BITS,
         )
         logits *= scale_log2e
@@ -318,6 +326,9 @@ def _scan_score_kernel(
     indptr_ptr,
     lens_ptr,
     pool_ptr,
+    pool_lens_ptr,
+    pool_rows_ptr,
+    pooled_ptr,
     scale_log2e,
     alpha_log2e,
     beta_log2e,
@@ -340,24 +351,35 @@ def _scan_score_kernel(
     BLOCK_N: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     INT4: tl.constexpr,
+    HAS_RANGES: tl.constexpr,
     HAS_TAGS: tl.constexpr,
     HAS_LENS: tl.constexpr,
     HAS_POOL: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    HAS_FLAGS: tl.constexpr,
     SOFT_BITS: tl.constexpr,
     HEADS_PER_LIST: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    NUM_LSE: tl.constexpr,
 ):
     row, which, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     first, num_keys = row_bounds(indptr_ptr, lens_ptr, row, PAGE_SIZE, HAS_LENS)
+    pool_row = tl.load(pool_rows_ptr + row).to(tl.int64) if HAS_ROWS else row
+    if HAS_FLAGS:
+        from_pool = (tl.load(pooled_ptr + row) != 0) & (num_keys > 0)
+        num_keys = tl.where(from_pool, tl.load(pool_lens_ptr + pool_row).to(tl.int32), num_keys)
     begin, end = split_bounds(num_keys, split, NUM_SPLITS, BLOCK_N)
-    g = tl.arange(0, BLOCK_G)
+    g, c = tl.arange(0, BLOCK_G), tl.arange(0, NUM_LSE)
     for start in range(begin, end, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
         live = j < end
         position = j
         if HAS_POOL:
-            listed = pool_ptr + row * stride_pool_row + which * stride_pool_list + j
-            position = tl.load(listed, mask=live, other=0)
+            listed = pool_ptr + pool_row * stride_pool_row + which * stride_pool_list + j
+            if HAS_FLAGS:
+                position = tl.where(from_pool, tl.load(listed, mask=live & from_pool, other=0), j)
+            else:
+                position = tl.load(listed, mask=live, other=0)
         page, offset = load_entry(indices_ptr + first, position, live, PAGE_SIZE)
         score = tl.zeros([BLOCK_N], tl.float32)
         for h in range(HEADS_PER_LIST):
@@ -381,11 +403,15 @@ def _scan_score_kernel(
                 BLOCK_D,
                 PAGE_SIZE,
                 INT4,
+                HAS_RANGES,
                 SOFT_BITS,
             )
             logits *= scale_log2e
             if HAS_TAGS:
                 logits += load_bias(tags_ptr, page, offset, live, alpha_log2e, beta_log2e, PAGE_SIZE)[None, :]
-            lse = tl.load(lse_ptr + row * H * G + head * G + g, mask=g < G, other=float("inf"))
+            # the parts of the splits, merged; a query that is none has no weight anywhere
+            parts = lse_ptr + ((row * H + head) * G + g)[:, None] * NUM_LSE + c[None, :]
+            part = tl.load(parts, mask=(g < G)[:, None], other=float("inf"))
+            lse = part_lse_merged(part)
             score += tl.sum(tl.exp2(logits - (lse * 1.4426950408889634)[:, None]), 0)
         tl.store(scores_ptr + row * stride_scores_row + which * stride_scores_list + j, score, mask=live)

@@ -156,6 +156,7 @@ def _join_backend(backend: Any, cache: Any, metrics: Metrics) -> None:
     sparse = getattr(backend, "sparse", None)
     if sparse is not None:
         sparse.metrics = metrics
+        metrics.sources.append(sparse.report)
         cache.steps.announce = sparse.written
         cache.steps.sparse_repair = backend.repair is not None
 

@@ -49,7 +49,7 @@ def internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
     result.internal_state["blockreuse"] = {
         "pool": cache.accounting(),
         "kv": cache.kv_memory(),
-        "counts": dict(cache.blocks.metrics.counts),
+        "counts": cache.blocks.metrics.snapshot(),
         "index": cache.blocks.arrivals.index_size(),
     }
     return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from .types import Usage
@@ -59,6 +59,8 @@ class Metrics:
 
     def __init__(self, labels: dict[str, Any] | None = None) -> None:
         self.counts: dict[str, float] = defaultdict(int)
+        # called before counts are looked at, for what is counted elsewhere
+        self.sources: list[Callable[[], None]] = []
         self._labels = labels or {}
         self._series: dict[str, Any] = {}
         # SGLang sets the variable before its first import of prometheus_client, and so must we
@@ -69,6 +71,12 @@ class Metrics:
                 name: PrometheusCounter(PREFIX + name, text, labelnames=(*self._labels, *extra))
                 for name, (text, extra) in SERIES.items()
             }
+
+    def snapshot(self) -> dict[str, float]:
+        """All counts up to now; may wait for a device."""
+        for report in self.sources:
+            report()
+        return dict(self.counts)
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
         self.counts[" ".join((name, *labels.values()))] += amount

@@ -7,6 +7,7 @@ from faults import Fault
 INTERPRETER = "tests/kernels/interpreter/"
 DECODE, EXTEND = INTERPRETER + "test_decode_attention.py", INTERPRETER + "test_extend_attention.py"
 ROTATE, SELECT = INTERPRETER + "test_rotate_copy.py", INTERPRETER + "test_select.py"
+OPS = INTERPRETER + "test_ops.py"
 FLASHINFER = "tests/kernels/test_kernels_flashinfer.py"
 
 KERNEL_FAULTS = [
@@ -187,6 +188,34 @@ KERNEL_FAULTS = [
         "position = tl.load(listed, mask=live, other=0)",
         "position = position + 0",
         f"{SELECT} -k only_the_pool",
+    ),
+    Fault(
+        "a row of a pool scores its history",
+        "kernels/scan.py",
+        "from_pool = (tl.load(pooled_ptr + row) != 0) & (num_keys > 0)",
+        "from_pool = (tl.load(pooled_ptr + row) != 0) & (num_keys < 0)",
+        f"{OPS} -k of_a_pool",
+    ),
+    Fault(
+        "a stale row takes the shared list",
+        "kernels/decode_attention.py",
+        "is_own = is_shared & (tl.load(fresh_ptr + row) == 0)",
+        "is_own = is_shared & (tl.load(fresh_ptr + row) > 1)",
+        f"{OPS} -k own_one",
+    ),
+    Fault(
+        "a digest of positions only",
+        "kernels/stamps.py",
+        "position + slot * SLOT_FACTOR",
+        "position",
+        f"{OPS} -k stamps",
+    ),
+    Fault(
+        "rows that select nothing are sealed",
+        "kernels/stamps.py",
+        "if tl.load(lens_ptr + row) == 0:",
+        "if tl.load(lens_ptr + row) < 0:",
+        f"{OPS} -k stamps",
     ),
     Fault(
         "tie broken the other way",

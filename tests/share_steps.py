@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 
-import numpy as np
+import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -47,8 +47,18 @@ def writes_of(state):
 def fill(table, request, seed):
     """Content that says whose it is."""
     size = table.positions.shape[2]
-    values = np.arange(NUM_LISTS * size).reshape(NUM_LISTS, size) * 7 + seed
+    values = torch.arange(NUM_LISTS * size, dtype=torch.int32).view(NUM_LISTS, size) * 7 + seed
     table.positions[request], table.slots[request], table.counts[request] = values, values + 3, size
+
+
+def begin(state, requests, row_ids, lens):
+    """A step of these rows."""
+    int32, int64 = torch.int32, torch.int64
+    state.begin(
+        torch.tensor(requests, dtype=int32),
+        torch.tensor(row_ids, dtype=int64),
+        torch.tensor(lens, dtype=int32),
+    )
 
 
 def counted_rule(**arguments):
@@ -118,16 +128,15 @@ class Rows(RuleBasedStateMachine):
         forgets = data.draw(st.sets(st.integers(0, len(writes_of(self.state)) - 1), max_size=1))
         for slot in which:
             self.rows[slot] += 1
-        requests = np.array(which, np.int32)
         lens = [self.rows[slot] for slot in which]
-        self.state.begin(requests, [self.generation[slot] for slot in which], lens)
+        begin(self.state, which, [self.generation[slot] for slot in which], lens)
         written = {}
         for number, (layer, kind) in enumerate(writes_of(self.state)):
             if number not in forgets:
                 written[layer.layer, kind] = self._write(layer, kind, which)
         for layer in CONSUMERS:
             kind = "pool" if layer.role == "reindex" else "indices"
-            table, fresh = self.state.take(layer)
+            table, (fresh, *_) = self.state.take(layer)
             expected = written.get((layer.anchor, kind))
             assert fresh.tolist() == [expected is not None] * len(which)
             for slot in which if expected else ():
@@ -145,16 +154,16 @@ class Rows(RuleBasedStateMachine):
     def look_without_writing(self, data):
         """The same rows at the same lengths in a new step: nothing of an older step may be taken."""
         slot = data.draw(st.sampled_from(self.batch))
-        self.state.begin(np.array([slot], np.int32), [self.generation[slot]], [self.rows[slot]])
+        begin(self.state, [slot], [self.generation[slot]], [self.rows[slot]])
         for layer in CONSUMERS:
-            assert self.state.take(layer)[1].tolist() == [0]
+            assert self.state.take(layer)[1].fresh_R.tolist() == [0]
 
     @invariant()
     def no_float_and_nothing_sized_by_the_context(self):
         for table, stamps in (
             getattr(self, "state", None).written().values() if hasattr(self, "state") else ()
         ):
-            assert {array.dtype for array in table} == {np.dtype(np.int32)}
+            assert {array.dtype for array in table} == {torch.int32}
             assert stamps.shape == (NUM_REQUESTS, len(FIELDS))
 
 

@@ -19,12 +19,15 @@ logger = logging.getLogger(__name__)
 
 def create_attention_backend(runner: Any) -> Any:
     """Build the backend for a host ModelRunner. Raises ConfigError where no base fits."""
+    from sglang.srt.runtime_context import get_parallel
+
     config = config_of(runner.server_args)
     plan = bind_layer_plan(config, runner.model_config)
     for warning in plan.warnings if plan else ():
         logger.warning("blockreuse: %s", warning)
     base = base_of(config.kernels, Machine.of(runner.device))
-    require_served(config, plan, base, Model.of(runner.model_config, runner.sliding_window_size))
+    model = Model.of(runner.model_config, runner.sliding_window_size, num_ranks=get_parallel().tp_size)
+    require_served(config, plan, base, model)
     backend = _build(base, runner, config, plan)
     logger.info(
         "blockreuse: attention on %s by %s, layer plan %s",
@@ -40,10 +43,12 @@ def check_base(server_args: Any) -> None:
     from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
 
     config = config_of(server_args)
-    base = base_of(config.kernels, Machine.of(resolved_view(server_args).device))
+    view = resolved_view(server_args)
+    base = base_of(config.kernels, Machine.of(view.device))
     if base != "cpu":
         model_config = model_config_of(server_args)
-        require_served(config, bind_layer_plan(config, model_config), base, Model.of(model_config))
+        model = Model.of(model_config, num_ranks=view.tp_size)
+        require_served(config, bind_layer_plan(config, model_config), base, model)
 
 
 def bind_layer_plan(config: Config, model_config: Any) -> BoundPlan | None:
@@ -59,10 +64,12 @@ def _build(base: Base, runner: Any, config: Config, plan: BoundPlan | None) -> A
     if base == "cpu":
         from .cpu_backend import CpuAttnBackend
 
-        return CpuAttnBackend(runner, plan, timing=config.layers.timing)
+        return CpuAttnBackend(runner, plan, kernels=config.kernels, timing=config.layers.timing)
     backend = cuda_class(base)(runner)
     if is_corrected(config):
         backend.correct(runner, alpha=config.blocks.alpha, beta=config.blocks.beta)
+    if plan is not None and plan.is_sparse:
+        backend.follow(runner, plan, kernels=config.kernels)
     return backend
 
 

@@ -20,6 +20,7 @@ from ..config import Config, ConfigError
 from ..errors import short
 from ..kernels.dispatch import FLASHINFER_HEAD_DIMS, MAX_GROUP, MAX_HEAD_DIM
 from .plan import BoundPlan
+from .plan_support import unsupported_on_cuda
 
 Base = Literal["cpu", "triton", "flashinfer", "fa3"]
 
@@ -76,9 +77,10 @@ class Model:
     head_dims: tuple[int, int]  # of keys and of values
     sliding_window: int | None  # tokens
     has_sinks: bool  # of its own, beside the tokens
+    num_ranks: int = 1  # that share its heads
 
     @classmethod
-    def of(cls, config: Any, sliding_window: int | None = None) -> Model:
+    def of(cls, config: Any, sliding_window: int | None = None, *, num_ranks: int) -> Model:
         """`config` is the host's model configuration. A window given here was asked of the loaded model; before that
         only hybrids are known to have one, because other configurations name windows that their model ignores."""
         if sliding_window is None and config.is_hybrid_swa:
@@ -89,6 +91,7 @@ class Model:
             head_dims=(config.head_dim, config.v_head_dim),
             sliding_window=sliding_window,
             has_sinks=config.has_attention_sinks,
+            num_ranks=num_ranks,
         )
 
 
@@ -103,12 +106,14 @@ def require_served(config: Config, plan: BoundPlan | None, base: Base, model: Mo
 
 def _refusals(config: Config, plan: BoundPlan | None, base: Base, model: Model) -> Iterator[str]:
     if plan is not None and not plan.is_dense:
-        yield (
-            f"layer plan {short(config.layers.plan)} (--layer-plan or layers.plan) has layers that are not dense, "
-            "or not on KV of their own (kv_from), which is served on the CPU only in this version. Choose full on CUDA"
-        )
+        reasons = [*unsupported_on_cuda(plan, model.num_ranks), *_unattended("a layer plan", base, model)]
+        if reasons:
+            yield (
+                f"layer plan {short(config.layers.plan)} (--layer-plan or layers.plan) is not served on CUDA: "
+                f"{'; '.join(reasons)}. Change the plan, or choose full"
+            )
     if config.layers.timing:
-        yield "layers.timing counts decode steps under a layer plan, which are served on the CPU only. Set it to false"
+        yield "layers.timing reads the host's clock within a step, and a captured step has none. Set it to false"
     if base == "flashinfer" and model.sliding_window is not None:
         yield (
             f"the model has a sliding window of {model.sliding_window}, for which SGLang's FlashInfer class keeps a "
@@ -118,7 +123,14 @@ def _refusals(config: Config, plan: BoundPlan | None, base: Base, model: Model) 
         yield "the model has attention sinks of its own, which SGLang's FlashInfer class ignores. Set kernels: triton"
     if is_corrected(config):
         fix = "Set blocks.alpha and blocks.beta to 0"
-        yield from (f"{reason}. {fix}" for reason in _uncorrected(base, model))
+        reasons = [*_unattended("alpha and beta", base, model)]
+        if base == "flashinfer" and not set(model.head_dims) <= set(FLASHINFER_HEAD_DIMS):
+            dims = ", ".join(map(str, FLASHINFER_HEAD_DIMS))
+            reasons.append(
+                f"FlashInfer adds alpha and beta for head dims {dims}, and the model's is {model.head_dims[0]} "
+                "(kernels: triton takes it)"
+            )
+        yield from (f"{reason}. {fix}" for reason in reasons)
 
 
 def is_corrected(config: Config) -> bool:
@@ -126,22 +138,17 @@ def is_corrected(config: Config) -> bool:
     return config.blocks.alpha != 0.0 or config.blocks.beta != 0.0
 
 
-def _uncorrected(base: Base, model: Model) -> Iterator[str]:
-    """Why the kernels that add alpha and beta do not serve a model."""
+def _unattended(what: str, base: Base, model: Model) -> Iterator[str]:
+    """Why the Triton kernels of rows do not serve a model; `what` needs them."""
     if max(model.head_dims) > MAX_HEAD_DIM:
         yield (
-            f"alpha and beta are added for head dims up to {MAX_HEAD_DIM}, and the model's are "
-            f"{model.head_dims[0]} for keys and {model.head_dims[1]} for values"
-        )
-    elif base == "flashinfer" and not set(model.head_dims) <= set(FLASHINFER_HEAD_DIMS):
-        yield (
-            f"FlashInfer adds alpha and beta for head dims {', '.join(map(str, FLASHINFER_HEAD_DIMS))}, and the "
-            f"model's is {model.head_dims[0]} (kernels: triton takes it)"
+            f"{what} on CUDA takes head dims up to {MAX_HEAD_DIM}, and the model's are {model.head_dims[0]} for keys "
+            f"and {model.head_dims[1]} for values"
         )
     group = model.num_q_heads // model.num_kv_heads
     if group > MAX_GROUP:
-        yield f"alpha and beta are added for up to {MAX_GROUP} query heads per KV head, and the model has {group}"
+        yield f"{what} on CUDA takes up to {MAX_GROUP} query heads per KV head, and the model has {group}"
     if model.sliding_window is not None:
-        yield f"alpha and beta are not added within a sliding window ({model.sliding_window} tokens)"
+        yield f"{what} on CUDA is not computed within a sliding window ({model.sliding_window} tokens)"
     if model.has_sinks:
-        yield "alpha and beta are not added beside a model's own attention sinks"
+        yield f"{what} on CUDA is not computed beside a model's own attention sinks"

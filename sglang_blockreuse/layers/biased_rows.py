@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.cpu_rows import KeyBias
 from ..kernels.decode_attention import MIN_SPLIT_LEN, decode_attention
 from ..kernels.extend_attention import extend_attention
 from ..kernels.flashinfer_attention import ClassAttention, Executor, Geometry, plan_classes
@@ -52,6 +53,10 @@ class BiasedRows:
         self._first_R: Tensor | None = None
         self._lens_R: Tensor | None = None
         self._qo_indptr_R1: Tensor | None = None
+
+    @property
+    def key_bias(self) -> KeyBias:
+        return KeyBias(self.tags_S, self._bias["alpha"], self._bias["beta"])
 
     def plan(self, forward_batch: Any) -> None:
         """Once per forward, for all layers; recorded where a decode step is captured."""

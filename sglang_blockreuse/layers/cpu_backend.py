@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +22,10 @@ from torch import Tensor
 
 from ..blocks.rows import fold_of
 from ..host import sum_over_ranks
+from ..kernels.choose import decode_ops
 from ..kernels.cpu_attention import AttentionPlan, KeyBias, Workspace, plan_attention, run_attention
 from .decode_step import Batch, Step
-from .index_weights import model_identity
+from .index_weights import served_identity
 from .plan import BoundPlan
 from .plan_support import unsupported_sharing
 from .ranks import Ranks
@@ -50,7 +50,9 @@ class CpuAttnBackend(AttentionBackend):
     alpha: float = 0.0
     beta: float = 0.0
 
-    def __init__(self, runner: Any, layer_plan: BoundPlan | None = None, *, timing: bool = False) -> None:
+    def __init__(
+        self, runner: Any, layer_plan: BoundPlan | None = None, *, kernels: str = "auto", timing: bool = False
+    ) -> None:
         super().__init__()
         reasons = list(_unsupported(runner))
         if layer_plan is not None:
@@ -70,7 +72,7 @@ class CpuAttnBackend(AttentionBackend):
         self.layer_plan = layer_plan
         self.readers = frozenset(layer_plan.shared_layers) if layer_plan is not None else frozenset[int]()
         self.row_modes = RowModes(self.req_to_token_pool.req_generation.numpy())
-        self.sparse = _sparse_decoder(runner, layer_plan, timing)
+        self.sparse = _sparse_decoder(runner, layer_plan, kernels, timing)
         self.repair: SparseRepair | None = None
         if self.sparse is not None and self.sparse.plan.prefill == "sparse":
             self.repair = SparseRepair(self.sparse)
@@ -206,7 +208,7 @@ class CpuAttnBackend(AttentionBackend):
         return False
 
 
-def _sparse_decoder(runner: Any, plan: BoundPlan | None, timing: bool) -> SparseDecoder | None:
+def _sparse_decoder(runner: Any, plan: BoundPlan | None, kernels: str, timing: bool) -> SparseDecoder | None:
     """The decoder of a plan whose layers select, compiled. Raises NotImplementedError, see SparseDecoder."""
     if plan is None or not plan.is_sparse:
         return None
@@ -217,9 +219,10 @@ def _sparse_decoder(runner: Any, plan: BoundPlan | None, timing: bool) -> Sparse
         num_requests=runner.req_to_token_pool.req_to_token.shape[0],
         num_q_heads=layer.tp_q_head_num,
         k_pools=runner.token_to_kv_pool.k_buffer,
-        model_identity=_identity(runner) if plan.weights_file is not None else None,
+        model_identity=served_identity(plan, runner.model_config.model_path),
         ranks=_ranks(runner.model_config),
         timing=timing,
+        ops=decode_ops(kernels, "cpu"),
     )
     if decoder.keys is not None:
         logger.info("blockreuse: index keys take %.1f MB beside the pool", decoder.keys.num_bytes / 1e6)
@@ -233,15 +236,6 @@ def _ranks(model_config: Any) -> Ranks | None:
     if num_ranks == 1:
         return None
     return Ranks(num_ranks, model_config.get_total_num_kv_heads(), sum_over_ranks)
-
-
-def _identity(runner: Any) -> str:
-    folder = Path(runner.model_config.model_path)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        folder = Path(snapshot_download(runner.model_config.model_path, local_files_only=True))
-    return model_identity(folder)
 
 
 def _unsupported(runner: Any) -> Iterator[str]:

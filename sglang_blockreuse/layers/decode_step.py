@@ -1,6 +1,7 @@
 """The rows of one decode step: which of them are sparse, and the dense attention of the others.
 
-Dims as in sparse_decode.py.
+Dims as in sparse_decode.py. On the CPU sparse rows are taken out of the batch, because dense attention of the others
+is planned on the host and blocked over their keys.
 """
 
 from __future__ import annotations
@@ -12,10 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.cpu_attention import AttentionPlan, KeyBias, plan_attention
-from ..kernels.cpu_select import HIDDEN, Rows
-
-NO_TAGS, NO_BIAS = np.zeros(0, np.uint8), np.zeros(4, np.float32)
+from ..kernels.cpu_attention import AttentionPlan, KeyBias, Workspace, plan_attention, run_attention
+from ..kernels.ops import Rows
 
 
 class Batch(NamedTuple):
@@ -29,54 +28,89 @@ class Batch(NamedTuple):
     bias: KeyBias | None
 
 
-class SparseRows(Protocol):
-    """Rows that select, each with one query."""
+class DecodeStep(Protocol):
+    """Rows of one decode step, on the device that serves."""
 
     @property
-    def rows(self) -> Rows: ...
+    def rows(self) -> Rows:
+        """Those that select, each with one query."""
+        ...
 
     @property
-    def history_R(self) -> Any:
+    def history_R(self) -> Tensor:
         """uint8 [R] of zeros: every row scores its history, none a pool."""
         ...
 
-
-class DenseRows(Protocol):
-    """What of a forward attends to everything."""
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def dense_N(self) -> Tensor:
-        """int64, tokens of the forward that are not sparse."""
+    def attend_all(self, q_TQD: Tensor, k_SHD: Tensor, v_SHD: Tensor, out_TQD: Tensor, scale: float) -> None:
+        """Attention of every row to everything, into `out_TQD`."""
         ...
 
-    def dense_plan(self, *, every_row: bool) -> AttentionPlan: ...
+    def attend_dense(
+        self, q_TQD: Tensor, k_SHD: Tensor, v_SHD: Tensor, out_TQD: Tensor, scale: float
+    ) -> None:
+        """Attention of the rows that do not select, unless `Ops.attend` does it beside the others."""
+        ...
+
+    def queries(self, q_TQD: Tensor) -> Tensor:
+        """[R, Q, D] of the rows that select."""
+        ...
+
+    def output(self, out_TQD: Tensor) -> Tensor:
+        """[R, Q, D], where the attention of these rows is written before it is `put`."""
+        ...
+
+    def put(self, out_RQD: Tensor, out_TQD: Tensor) -> None: ...
 
 
 class Step:
-    """One decode step: which rows are sparse, and the dense attention of the others, planned when it is needed."""
+    """One decode step on the CPU. Attention of the rows that are not sparse is planned when it is needed."""
 
-    def __init__(self, batch: Batch, sparse_T: Any) -> None:
-        self.batch = batch
+    def __init__(self, batch: Batch, sparse_T: Any, workspace: Workspace) -> None:
+        self.batch, self._workspace = batch, workspace
         self.all_sparse = bool(sparse_T.all())
         self.sparse = np.flatnonzero(sparse_T)
         self.dense = np.flatnonzero(~sparse_T)
-        self.sparse_R = torch.from_numpy(self.sparse)
-        self.dense_N = torch.from_numpy(self.dense)
-        requests, lens = np.array(batch.requests, np.int32), np.array(batch.lens, np.int32)
-        self.rows = Rows(
-            requests[self.sparse], lens[self.sparse], batch.slot_table.numpy(), *bias_terms(batch.bias)
+        self._sparse_R = torch.from_numpy(self.sparse)
+        self._dense_N = torch.from_numpy(self.dense)
+        requests, lens = (
+            torch.from_numpy(np.array(values, np.int32)[self.sparse])
+            for values in (batch.requests, batch.lens)
         )
-        self.history_R = np.zeros(len(self.sparse), np.uint8)  # every row scores its history, none a pool
+        self.rows = Rows(requests, lens, batch.slot_table, batch.bias)
+        self.history_R = torch.zeros(len(self.sparse), dtype=torch.uint8)
         self._plans: dict[bool, AttentionPlan] = {}
 
     @property
     def num_tokens(self) -> int:
         return len(self.batch.requests)
 
-    def dense_plan(self, *, every_row: bool) -> AttentionPlan:
+    def attend_all(self, q_TQD: Tensor, k_SHD: Tensor, v_SHD: Tensor, out_TQD: Tensor, scale: float) -> None:
+        plan = self._dense_plan(every_row=True)
+        run_attention(plan, q_TQD, k_SHD, v_SHD, out_TQD, scale=scale, workspace=self._workspace)
+
+    def attend_dense(
+        self, q_TQD: Tensor, k_SHD: Tensor, v_SHD: Tensor, out_TQD: Tensor, scale: float
+    ) -> None:
+        if not self.all_sparse:
+            plan = self._dense_plan(every_row=False)
+            attend_tokens(
+                plan, self._dense_N, self.num_tokens, q_TQD, k_SHD, v_SHD, out_TQD, scale, self._workspace
+            )
+
+    def queries(self, q_TQD: Tensor) -> Tensor:
+        return q_TQD[: self.num_tokens] if self.all_sparse else q_TQD[self._sparse_R]
+
+    def output(self, out_TQD: Tensor) -> Tensor:
+        return torch.empty((len(self.sparse), *out_TQD.shape[1:]), dtype=torch.float32)
+
+    def put(self, out_RQD: Tensor, out_TQD: Tensor) -> None:
+        if self.all_sparse:
+            out_TQD[: self.num_tokens] = out_RQD
+            out_TQD[self.num_tokens :] = 0
+        else:
+            out_TQD[self._sparse_R] = out_RQD.to(out_TQD.dtype)
+
+    def _dense_plan(self, *, every_row: bool) -> AttentionPlan:
         """Attention of all rows (a dense layer) or of the dense rows alone."""
         if every_row not in self._plans:
             which = range(len(self.batch.requests)) if every_row else self.dense.tolist()
@@ -90,13 +124,20 @@ class Step:
         return self._plans[every_row]
 
 
-def subset(rows: Rows, which: Any) -> Rows:
-    return rows._replace(requests_R=rows.requests_R[which], lens_R=rows.lens_R[which])
-
-
-def bias_terms(bias: KeyBias | None) -> tuple[Any, Any]:
-    """Tags and the logit term of each of the four tags; no tags where both terms are 0."""
-    if bias is None or (bias.alpha == 0 and bias.beta == 0):
-        return NO_TAGS, NO_BIAS
-    terms = [0.0, bias.alpha, bias.beta, bias.alpha + bias.beta]
-    return bias.tags_S.numpy(), np.array(terms, np.float32).clip(min=HIDDEN)
+def attend_tokens(
+    plan: AttentionPlan,
+    tokens_N: Tensor,
+    num_tokens: int,
+    q_TQD: Tensor,
+    k_SHD: Tensor,
+    v_SHD: Tensor,
+    out_TQD: Tensor,
+    scale: float,
+    workspace: Workspace,
+) -> None:
+    """Dense attention of some tokens of a forward of `num_tokens`; tokens behind those become 0."""
+    q_NQD = q_TQD[tokens_N]
+    out_NQD = torch.empty_like(q_NQD)
+    run_attention(plan, q_NQD, k_SHD, v_SHD, out_NQD, scale=scale, workspace=workspace)
+    out_TQD[num_tokens:] = 0
+    out_TQD[tokens_N] = out_NQD

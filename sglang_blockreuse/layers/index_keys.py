@@ -18,15 +18,13 @@ differs is counted and mended.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..kernels import cpu_codes
-from ..kernels.cpu_scan import PLAIN, Mix
-from ..kernels.cpu_select import Rows, Table
+from ..kernels.ops import IndexCodes, Keys, Queries, Rows
 from ..kernels.reference_index import IndexMap, index_codes, index_queries
 from ..kernels.reference_select import Int4Keys, quantise_int4
 from .share_state import StaleShareState
@@ -46,23 +44,27 @@ class KeyCopy(Protocol):
         """bool [T]: the slot's copy is that of another key."""
         ...
 
-    def queries(self, q_RQD: Any) -> Any:
-        """What scores the copy: float32 [R, Q, C], C = D unless a map made the copy."""
+    @property
+    def scored(self) -> Keys:
+        """The copy as it is scored."""
         ...
 
-    def score(
-        self, q_RQC: Any, rows: Rows, pool: Table, pooled_R: Any, work_RQW: Any, mix: Mix = PLAIN
-    ) -> None:
-        """As `cpu_select.score`, of queries, of their means, or of some of each."""
+    def queries(self, q: Queries) -> Queries:
+        """What scores the copy: [R, Q, C], C = D unless a map made the copy."""
         ...
 
 
 class Int4Copy:
     """Every channel in 4 bits, with ranges per key (`reference_select.Int4Keys`)."""
 
-    def __init__(self, num_slots: int, num_heads: int, head_dim: int) -> None:
-        self.keys = Int4Keys.empty(num_slots, num_heads, head_dim, "cpu")
-        self._codes, self._ranges = self.keys.codes.numpy(), self.keys.ranges.view(torch.uint16).numpy()
+    def __init__(
+        self, num_slots: int, num_heads: int, head_dim: int, device: torch.device | str = "cpu"
+    ) -> None:
+        self.keys = Int4Keys.empty(num_slots, num_heads, head_dim, device)
+
+    @property
+    def scored(self) -> Keys:
+        return self.keys
 
     @property
     def num_bytes(self) -> int:
@@ -79,22 +81,17 @@ class Int4Copy:
         )
         return ~(same_codes & same_ranges)
 
-    def queries(self, q_RQD: Any) -> Any:
-        return q_RQD
-
-    def score(
-        self, q_RQC: Any, rows: Rows, pool: Table, pooled_R: Any, work_RQW: Any, mix: Mix = PLAIN
-    ) -> None:
-        cpu_codes.score(q_RQC, self._codes, self._ranges, rows, pool, pooled_R, work_RQW, mix)
+    def queries(self, q: Queries) -> Queries:
+        return q
 
 
 class MappedCopy:
     """A few channels that a linear map makes of a token's keys (`reference_index.IndexMap`)."""
 
-    def __init__(self, num_slots: int, index: IndexMap) -> None:
+    def __init__(self, num_slots: int, index: IndexMap, device: torch.device | str = "cpu") -> None:
         num_heads, num_channels = index.low_EC.shape
-        self.index = index
-        self.codes = torch.zeros((num_slots, num_heads, num_channels // 2), dtype=torch.uint8)
+        self.index = index = IndexMap(*(tensor.to(device) for tensor in index))
+        self.codes = torch.zeros((num_slots, num_heads, num_channels // 2), dtype=torch.uint8, device=device)
         # a query carries the steps, so that the scan sees bare codes
         per_query = index.step_EC.repeat_interleave(index.query_QCD.shape[0] // num_heads, 0)
         self._scaled = index._replace(query_QCD=index.query_QCD * per_query[..., None])
@@ -112,14 +109,14 @@ class MappedCopy:
         low, high = (held & 15) - (fresh & 15), (held >> 4) - (fresh >> 4)
         return (torch.maximum(low.abs(), high.abs()) > 1).flatten(1).any(1)
 
-    def queries(self, q_RQD: Any) -> Any:
-        return index_queries(self._scaled, torch.from_numpy(q_RQD)).contiguous().numpy()
+    @property
+    def scored(self) -> Keys:
+        return IndexCodes(self.codes)
 
-    def score(
-        self, q_RQC: Any, rows: Rows, pool: Table, pooled_R: Any, work_RQW: Any, mix: Mix = PLAIN
-    ) -> None:
-        codes, ranges = self.codes.numpy(), cpu_codes.NO_RANGES
-        cpu_codes.score(q_RQC, codes, ranges, rows, pool, pooled_R, work_RQW, mix)
+    def queries(self, q: Queries) -> Queries:
+        values = index_queries(self._scaled, q.values)
+        dtype = torch.promote_types(q.values.dtype, values.dtype)
+        return Queries(values.to(dtype).contiguous(), q.scale)
 
 
 class IndexKeys:
@@ -127,8 +124,9 @@ class IndexKeys:
 
     def __init__(self, copies: dict[int, KeyCopy], num_slots: int, *, strict: bool = False) -> None:
         self.copies, self.strict = copies, strict
-        self._current_S = np.zeros(num_slots, np.uint8)
+        self._current_S = torch.zeros(num_slots, dtype=torch.uint8)
         self._step = 0
+        self.stale_1 = torch.zeros(1, dtype=torch.int64)  # copies that were of other keys
         self._last = max(copies, default=-1)
         self._absent_T = self._checked_T = torch.zeros(0, dtype=torch.int64)
 
@@ -143,30 +141,29 @@ class IndexKeys:
 
     def written(self, slots_T: Tensor) -> None:
         """KV of these slots is written, or was, by whatever: what stands beside it is of another key."""
-        self._current_S[slots_T.numpy()] = 0
+        self._current_S[slots_T] = 0
 
     def begin(self, rows: Rows) -> None:
         """A step of these rows. Slots count as copied once the last layer that has a copy has refreshed it."""
         self._step += 1
         period = 1 if self.strict else AUDIT_PERIOD
-        absent, checked = cpu_codes.missing(rows, self._current_S, self._step % period, period)
+        absent, checked = cpu_codes.missing(rows.arrays, self._current_S.numpy(), self._step % period, period)
         self._absent_T, self._checked_T = torch.from_numpy(absent), torch.from_numpy(checked)
 
-    def refresh(self, layer: int, k_SHD: Tensor) -> int:
-        """Write what the step's rows lack; the number of copies that were checked and found to be of other keys.
+    def refresh(self, layer: int, k_SHD: Tensor) -> None:
+        """Write what the step's rows lack; mend and count copies that were checked and found to be of other keys.
 
         Raises StaleShareState for such a copy in a strict store.
         """
-        copy, slots_T, num_stale = self.copies[layer], self._absent_T, 0
+        copy, slots_T = self.copies[layer], self._absent_T
         if len(self._checked_T):
             stale_T = self._checked_T[copy.differs(self._checked_T, k_SHD[self._checked_T])]
-            num_stale = len(stale_T)
-            if num_stale and self.strict:
+            self.stale_1 += len(stale_T)
+            if len(stale_T) and self.strict:
                 raise StaleShareState(
                     f"layer {layer}: slots {stale_T.tolist()[:8]} were rewritten and their index keys were not"
                 )
             slots_T = torch.cat((slots_T, stale_T))
         copy.write(slots_T, k_SHD[slots_T])
         if layer == self._last:
-            self._current_S[self._absent_T.numpy()] = 1
-        return num_stale
+            self._current_S[self._absent_T] = 1

@@ -138,6 +138,18 @@ def _parse(content: bytes, source: str) -> IndexWeights:
     return IndexWeights(kind, model, layers, source)
 
 
+def served_identity(plan: BoundPlan, model_path: str) -> str | None:
+    """The identity of a served model, where a plan has weights that must be its own. Raises WeightsError."""
+    if plan.weights_file is None:
+        return None
+    folder = Path(model_path)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(model_path, local_files_only=True))
+    return model_identity(folder)
+
+
 def model_identity(folder: Path) -> str:
     """sha256 (hex) over the first bytes of every key projection in a folder of safetensors files.
 

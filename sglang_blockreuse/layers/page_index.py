@@ -16,7 +16,7 @@ index_keys.py: one page in AUDIT_PERIOD of each row in every step, all of them i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,9 +27,11 @@ from ..kernels import cpu_pages
 from ..kernels.cpu_numba import as_array
 from ..kernels.cpu_pages import Arena
 from ..kernels.cpu_scan import Mix
-from ..kernels.cpu_select import Geometry, Rows
+from ..kernels.ops import Queries, Rows
+from ..kernels.ops_cpu import geometry_of
 from ..kernels.reference_select import page_bounds
 from . import index_keys
+from .index_keys import KeyCopy
 from .share_state import StaleShareState
 
 
@@ -41,6 +43,7 @@ class PageIndex:
         self.page_size, self.strict = page_size, strict
         self._written_S = np.zeros(num_slots, np.int64)
         self._clock = self._step = 0
+        self.stale_1 = torch.zeros(1, dtype=torch.int64)  # pages that were of other keys
         # rows that share a prefix hold its pages each, so this may grow
         size = -(-num_slots // page_size)
         shape = (size, num_heads, 2 * head_dim)
@@ -58,6 +61,11 @@ class PageIndex:
         return self._bounds.keys()
 
     @property
+    def copies(self) -> Mapping[int, KeyCopy]:
+        """None: pages have scores of their own."""
+        return {}
+
+    @property
     def num_bytes(self) -> int:
         arrays = (self._written_S, self._table_BN, *self._arena)
         return sum(array.nbytes for array in (*arrays, *self._bounds.values()))
@@ -73,43 +81,43 @@ class PageIndex:
         self._give_pages(rows)
         period = 1 if self.strict else index_keys.AUDIT_PERIOD
         self._absent_C, self._complete_C, self._checked_C = cpu_pages.missing(
-            rows, self._table_BN, self._arena, self._written_S, self._step % period, period
+            rows.arrays, self._table_BN, self._arena, self._written_S, self._step % period, period
         )
 
-    def refresh(self, layer: int, k_SHD: Tensor) -> int:
-        """Compute what the step's rows lack; the number of pages that were checked and found to be of other keys.
+    def refresh(self, layer: int, k_SHD: Tensor) -> None:
+        """Compute what the step's rows lack; mend and count pages that were checked and found to be of other keys.
 
         Raises StaleShareState for such a page in a strict store.
         """
-        bounds_CED, entries_C, num_stale = self._bounds[layer], self._absent_C, 0
+        bounds_CED, entries_C = self._bounds[layer], self._absent_C
         if len(self._checked_C):
             fresh = self._compute(self._checked_C, k_SHD)
             differs = (fresh != bounds_CED[self._checked_C]).flatten(1).any(1).numpy()
             stale_C = self._checked_C[differs]
-            num_stale = len(stale_C)
-            if num_stale and self.strict:
+            self.stale_1 += len(stale_C)
+            if len(stale_C) and self.strict:
                 slots = self._arena.slots_CP[stale_C[0]].tolist()
                 raise StaleShareState(f"layer {layer}: slots {slots} were rewritten and their page was not")
             entries_C = np.concatenate((entries_C, stale_C))
         bounds_CED[entries_C] = self._compute(entries_C, k_SHD)
         if layer == self._last:
             self._arena.stamp_C[self._complete_C] = self._clock
-        return num_stale
 
     def score(
-        self,
-        geometry: Geometry,
-        layer: int,
-        q_RQD: Any,
-        rows: Rows,
-        pooled_R: Any,
-        work_RQW: Any,
-        mix: Mix,
+        self, layer: int, q: Queries, k_SHD: Tensor, rows: Rows, pooled_R: Tensor, work_RQW: Tensor, mix: Mix
     ) -> None:
         """Shares of the pages of the rows with pooled_R[r] = 0, at [r, q, n]."""
-        bounds_CED = as_array(self._bounds[layer])
-        table, arena = self._table_BN, self._arena
-        cpu_pages.score(geometry, q_RQD, bounds_CED, rows, table, arena, pooled_R, work_RQW, mix)
+        cpu_pages.score(
+            geometry_of(q, k_SHD),
+            q.values.numpy(),
+            as_array(self._bounds[layer]),
+            rows.arrays,
+            self._table_BN,
+            self._arena,
+            pooled_R.numpy(),
+            work_RQW.numpy(),
+            mix,
+        )
 
     def _compute(self, entries_C: Any, k_SHD: Tensor) -> Tensor:
         """[n, H, 2 D], low beside high."""
@@ -126,7 +134,7 @@ class PageIndex:
             self._release(list(self._held))
             self._table_BN = np.zeros(shape, np.int32)
         requests = rows.requests_R.tolist()
-        pages = (-(-rows.lens_R // self.page_size)).tolist()
+        pages = (-(-rows.lens_R.numpy() // self.page_size)).tolist()
         # rows that shrank first
         for request, num in sorted(
             zip(requests, pages, strict=True), key=lambda row: row[1] - self._of(row[0])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,14 +25,13 @@ class Ranks:
     num_kv_heads: int  # of the model
     sum: Callable[[Tensor], Tensor]  # over all ranks, the same bits on each of them; may write its operand
 
-    def shares(self, shares_RQW: Any) -> Any:
-        """float32 [R, 1, W], what one list of all ranks' queries ranks; undefined where the shares are."""
-        return self.sum(torch.from_numpy(shares_RQW).sum(1, keepdim=True)).numpy()
+    def shares(self, worth_RQW: Tensor) -> Tensor:
+        """float32 [R, 1, W], what one list of all ranks' queries ranks; undefined where the scores are."""
+        return self.sum(worth_RQW.sum(1, keepdim=True))
 
-    def everywhere(self, good_R: Any) -> Any:
+    def everywhere(self, good_R: Tensor) -> Tensor:
         """bool [R]: good on every rank."""
-        num_bad_R = self.sum(torch.from_numpy(good_R == 0).to(torch.int32))
-        return (num_bad_R == 0).numpy()
+        return self.sum((good_R == 0).to(torch.int32)) == 0
 
 
 def unsupported_over_ranks(plan: BoundPlan, ranks: Ranks) -> Iterator[str]:

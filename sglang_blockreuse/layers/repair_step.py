@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.cpu_attention import AttentionPlan, KeyBias, plan_attention
-from ..kernels.cpu_select import Rows
-from .decode_step import bias_terms
+from ..kernels.cpu_attention import AttentionPlan, KeyBias, Workspace, plan_attention, run_attention
+from ..kernels.ops import Rows
+from .decode_step import attend_tokens
 from .plan import Selection
 from .share_state import ShareState
 
@@ -45,8 +45,8 @@ class Piece(NamedTuple):
 
     tokens_R: Tensor  # int64, of the forward
     rows: Rows
-    history_R: Any  # uint8 of zeros
-    window_R: Any  # int32
+    history_R: Tensor  # uint8 of zeros
+    window_R: Tensor  # int32
     state: ShareState
 
 
@@ -63,14 +63,14 @@ class RepairStep:
         *,
         num_q_heads: int,
         make_state: Callable[[int], ShareState],
+        workspace: Workspace,
     ) -> None:
-        self.batch = batch
+        self.batch, self._workspace = batch, workspace
         self._tokens = tokens
         self._sparse_T = sparse_T
-        self.dense_N = torch.from_numpy(np.flatnonzero(~sparse_T))
+        self._dense_N = torch.from_numpy(np.flatnonzero(~sparse_T))
         self.width = int(self._tokens.lens_T[sparse_T].max())
         self.piece_size = max(1, SCORE_BYTES // (4 * num_q_heads * self.width))
-        self._tags_and_bias = bias_terms(batch.bias)
         self.pieces = tuple(self._pieces(selection, make_state))
         self._plans: dict[bool, AttentionPlan] = {}
 
@@ -84,7 +84,8 @@ class RepairStep:
         lens = np.zeros(self.batch.slot_table.shape[0], np.int32)
         np.maximum.at(lens, requests, self._tokens.lens_T[self._sparse_T].astype(np.int32))
         unique = np.unique(requests)
-        return Rows(unique, lens[unique], self.batch.slot_table.numpy(), *self._tags_and_bias)
+        requests_R, lens_R = torch.from_numpy(unique), torch.from_numpy(lens[unique])
+        return Rows(requests_R, lens_R, self.batch.slot_table, self.batch.bias)
 
     def _pieces(self, selection: Selection, make_state: Callable[[int], ShareState]) -> Iterator[Piece]:
         tokens, slot_table = self._tokens, self.batch.slot_table.numpy()
@@ -93,19 +94,40 @@ class RepairStep:
         for at in range(0, len(sparse), self.piece_size):
             chosen = sparse[at : at + self.piece_size]
             row_R, lens_R = tokens.row_T[chosen], tokens.lens_T[chosen].astype(np.int32)
-            mine_R = np.arange(len(chosen), dtype=np.int32)
+            mine_R = torch.arange(len(chosen), dtype=torch.int32)
             state = make_state(len(chosen))
             # a request slot's holder and the token's position, which is below 2 ** 32
-            state.begin(mine_R, (row_ids[row_R] << 32) | (lens_R - 1), lens_R)
+            identities = torch.from_numpy((row_ids[row_R].astype(np.int64) << 32) | (lens_R - 1))
+            rows = Rows(
+                mine_R,
+                torch.from_numpy(lens_R),
+                torch.from_numpy(slot_table[requests[row_R], : lens_R.max()]),
+                self.batch.bias,
+            )
+            state.begin(mine_R, identities, rows.lens_R)
             yield Piece(
                 tokens_R=torch.from_numpy(chosen),
-                rows=Rows(mine_R, lens_R, slot_table[requests[row_R], : lens_R.max()], *self._tags_and_bias),
-                history_R=np.zeros(len(chosen), np.uint8),
-                window_R=windows(selection, tokens.own_T[chosen]),
+                rows=rows,
+                history_R=torch.zeros(len(chosen), dtype=torch.uint8),
+                window_R=torch.from_numpy(windows(selection, tokens.own_T[chosen])),
                 state=state,
             )
 
-    def dense_plan(self, *, every_row: bool) -> AttentionPlan:
+    def attend_all(self, q_TQD: Tensor, k_SHD: Tensor, v_SHD: Tensor, out_TQD: Tensor, scale: float) -> None:
+        """Attention of every token to everything before it, into `out_TQD`."""
+        plan = self._dense_plan(every_row=True)
+        run_attention(plan, q_TQD, k_SHD, v_SHD, out_TQD, scale=scale, workspace=self._workspace)
+
+    def attend_dense(
+        self, q_TQD: Tensor, k_SHD: Tensor, v_SHD: Tensor, out_TQD: Tensor, scale: float
+    ) -> None:
+        """The same for the tokens that are not sparse."""
+        plan = self._dense_plan(every_row=False)
+        attend_tokens(
+            plan, self._dense_N, self.num_tokens, q_TQD, k_SHD, v_SHD, out_TQD, scale, self._workspace
+        )
+
+    def _dense_plan(self, *, every_row: bool) -> AttentionPlan:
         """Attention of all rows (a dense layer) or of what is left of them without the repair tokens."""
         if every_row not in self._plans:
             batch = self.batch
@@ -115,7 +137,7 @@ class RepairStep:
 
     def _dense_rows(self) -> tuple[list[int], list[int], list[int]]:
         """Requests, prefix and extend lengths of the stretches of dense tokens."""
-        dense, row_T, lens_T = self.dense_N.numpy(), self._tokens.row_T, self._tokens.lens_T
+        dense, row_T, lens_T = self._dense_N.numpy(), self._tokens.row_T, self._tokens.lens_T
         is_first = np.ones(len(dense), bool)
         is_first[1:] = (np.diff(dense) != 1) | (np.diff(row_T[dense]) != 0)
         first = np.flatnonzero(is_first)

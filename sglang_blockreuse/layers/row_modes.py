@@ -29,6 +29,10 @@ class RowModes:
             exact = state is not None and state.options.mode == "exact"
             self._admitted_B[slot] = -1 if exact else self._generation_B[slot]
 
+    def every(self) -> tuple[Any, Any]:
+        """Of every request slot: whose it is (int64 [B]), and whether it must not be sparse (uint8 [B])."""
+        return self._generation_B.copy(), (self._admitted_B != self._generation_B).astype(np.uint8)
+
     def dense(self, requests: Sequence[int]) -> Any:
         """uint8 [R]: the rows of these request slots that must not be sparse."""
         return (self._admitted_B[requests] != self._generation_B[requests]).astype(np.uint8)

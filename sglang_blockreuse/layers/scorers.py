@@ -13,121 +13,168 @@ for all (`reference_route`).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import numpy as np
+import torch
 from torch import Tensor
 
-from ..kernels import cpu_route, cpu_select
-from ..kernels.cpu_numba import as_array
 from ..kernels.cpu_scan import PLAIN, Mix
-from ..kernels.cpu_select import Geometry, Rows, Table
+from ..kernels.ops import Keys, Ops, Queries, Routing, Rows, Table
 from .index_keys import IndexKeys, Int4Copy, KeyCopy, MappedCopy
 from .index_weights import IndexWeights, read_weights
 from .page_index import PageIndex
 from .plan import BoundPlan
 from .plan_support import MAPPED
 
+if TYPE_CHECKING:
+    from .device_keys import DeviceIndexKeys
+
 
 class Shares(NamedTuple):
-    """What `cpu_select.keep` ranks."""
+    """What `keep` ranks."""
 
-    shares_RQW: Any  # float32 [R, Q', W]
+    worth_RQW: Tensor
     page_size: int  # tokens of a column where a row scored its history
 
 
-class _Scored(Protocol):
-    """What queries are compared with: keys of the pool, or a copy of them."""
+class KeyStore(Protocol):
+    """What stands beside the keys for scorers, whatever it is: see index_keys, device_keys, page_index."""
 
-    def queries(self, q_RQD: Any) -> Any: ...
+    @property
+    def layers(self) -> Collection[int]: ...
 
-    def score(
-        self, q_RQC: Any, rows: Rows, pool: Table, pooled_R: Any, work_RQW: Any, mix: Mix = PLAIN
-    ) -> None: ...
+    @property
+    def copies(self) -> Mapping[int, KeyCopy]: ...
 
+    @property
+    def num_bytes(self) -> int: ...
 
-class _PoolKeys:
-    def __init__(self, geometry: Geometry, keys_SHD: Any) -> None:
-        self._geometry, self._keys_SHD = geometry, keys_SHD
+    @property
+    def stale_1(self) -> Tensor:
+        """int64, what was checked and found to be of other keys, and mended."""
+        ...
 
-    def queries(self, q_RQD: Any) -> Any:
-        return q_RQD
+    def written(self, slots_T: Tensor) -> None: ...
 
-    def score(
-        self, q_RQC: Any, rows: Rows, pool: Table, pooled_R: Any, work_RQW: Any, mix: Mix = PLAIN
-    ) -> None:
-        cpu_select.score(
-            _for(self._geometry, q_RQC), q_RQC, self._keys_SHD, rows, pool, pooled_R, work_RQW, mix
-        )
+    def begin(self, rows: Rows) -> None: ...
 
-
-def _for(geometry: Geometry, q_RQC: Any) -> Geometry:
-    """The geometry of queries that may be fewer than the model's."""
-    return geometry._replace(group=q_RQC.shape[1] // geometry.num_kv_heads)
+    def refresh(self, layer: int, k_SHD: Tensor) -> None: ...
 
 
 class Scores:
-    """Shares of the softmax of a layer's rows, [R, Q', W]; Q' are the queries that score."""
+    """What columns are worth to a layer's rows, [R, Q', W]; Q' are the queries that score, or the lists."""
 
-    def __init__(self, plan: BoundPlan, geometry: Geometry, keys: IndexKeys | PageIndex | None) -> None:
-        self.geometry, self.keys = geometry, keys
+    def __init__(
+        self, plan: BoundPlan, num_q_heads: int, num_heads: int, keys: KeyStore | None, ops: Ops
+    ) -> None:
+        self.keys, self._ops = keys, ops
         self._scorer, self._selection = plan.scorer, plan.selection
-        self._num_q_heads = geometry.num_kv_heads * geometry.group
+        self._num_heads = num_heads
         # chosen heads and a residual for each KV head may be more than there are heads
-        self._max_queries = self._num_q_heads + geometry.num_kv_heads * plan.scorer.residual
-        self._work: Any = np.zeros(0, np.float32)
+        self._max_queries = num_q_heads + num_heads * plan.scorer.residual
+        self._work = torch.zeros(0)
         self._width = 0
 
     def begin(self, num_rows: int, width: int) -> None:
         """Scratch of one step; state that outlives it holds no float per key."""
-        self._work, self._width = np.empty(num_rows * self._max_queries * width, np.float32), width
+        self._work, self._width = self._ops.scratch(num_rows, self._max_queries, width).flatten(), width
 
     def score(
-        self, layer: int, q_RQD: Any, k_SHD: Tensor, rows: Rows, pool: Table, pooled_R: Any, *, rerank: bool
+        self,
+        layer: int,
+        q: Queries,
+        k_SHD: Tensor,
+        rows: Rows,
+        pool: Table,
+        pooled_R: Tensor,
+        *,
+        rerank: bool,
     ) -> Shares:
-        """Scores as `cpu_select.score` leaves them. A layer without copy or pages scores the keys themselves."""
-        stored = self._stored(layer, k_SHD)
-        q_RQC, mix = self._queries(stored, q_RQD, rows, pool, pooled_R, rerank)
-        keys, scans = self.keys, not (rerank or pooled_R.all())
-        if scans and isinstance(keys, PageIndex) and layer in keys.layers:
-            work_RQW = self._scratch(q_RQC, None if pooled_R.any() else keys.page_size)
-            if pooled_R.any():
-                mine = rows._replace(lens_R=np.where(pooled_R, rows.lens_R, 0))
-                stored.score(q_RQC, mine, pool, pooled_R, work_RQW, mix)
-            keys.score(_for(self.geometry, q_RQC), layer, q_RQC, rows, pooled_R, work_RQW, mix)
-            return Shares(work_RQW, keys.page_size)
-        work_RQW = self._scratch(q_RQC)
-        stored.score(q_RQC, rows, pool, pooled_R, work_RQW, mix)
+        """Worth as `Ops.score` leaves it. A layer without copy or pages scores the keys themselves. rerank: every row
+        scores its pool."""
+        stored: Keys = k_SHD
+        copy = None if self.keys is None else self.keys.copies.get(layer)
+        if copy is not None:
+            stored, q = copy.scored, copy.queries(q)
+        q, mix = self._queries(stored, q, rows, pool, pooled_R, rerank)
+        if not rerank and isinstance(self.keys, PageIndex) and layer in self.keys.layers:
+            return self._score_pages(self.keys, layer, q, k_SHD, rows, pool, pooled_R, mix)
+        work_RQW = self._scratch(q)
+        self._ops.score(q, stored, rows, pool, pooled_R, work_RQW, mix)
         return Shares(work_RQW, 1)
 
-    def _stored(self, layer: int, k_SHD: Tensor) -> _Scored:
-        copy = self.keys.copies.get(layer) if isinstance(self.keys, IndexKeys) else None
-        return _PoolKeys(self.geometry, as_array(k_SHD)) if copy is None else copy
+    def _score_pages(
+        self,
+        pages: PageIndex,
+        layer: int,
+        q: Queries,
+        k_SHD: Tensor,
+        rows: Rows,
+        pool: Table,
+        pooled_R: Tensor,
+        mix: Mix | None,
+    ) -> Shares:
+        pools = bool(pooled_R.any())
+        work_RQW = self._scratch(q, None if pools else pages.page_size)
+        if pools:
+            self._ops.score(
+                q,
+                k_SHD,
+                rows.selecting(torch.where(pooled_R > 0, rows.lens_R, 0)),
+                pool,
+                pooled_R,
+                work_RQW,
+                mix,
+            )
+        pages.score(layer, q, k_SHD, rows, pooled_R, work_RQW, mix or PLAIN)
+        return Shares(work_RQW, pages.page_size)
 
-    def _scratch(self, q_RQC: Any, page_size: int | None = None) -> Any:
-        num_rows, num_queries, _ = q_RQC.shape
+    def _scratch(self, q: Queries, page_size: int | None = None) -> Tensor:
+        num_rows, num_queries = q.values.shape[:2]
+        num_worths = self._ops.num_worths(num_queries)
         width = self._width if page_size is None else -(-self._width // page_size)
-        return self._work[: num_rows * num_queries * width].reshape(num_rows, num_queries, width)
+        return self._work[: num_rows * num_worths * width].view(num_rows, num_worths, width)
 
     def _queries(
-        self, stored: _Scored, q_RQD: Any, rows: Rows, pool: Table, pooled_R: Any, rerank: bool
-    ) -> tuple[Any, Mix]:
-        scorer, q_RQC = self._scorer, stored.queries(q_RQD)
+        self, stored: Keys, q: Queries, rows: Rows, pool: Table, pooled_R: Tensor, rerank: bool
+    ) -> tuple[Queries, Mix | None]:
+        scorer = self._scorer
         heads = (scorer.rerank_heads or scorer.scan_heads) if rerank else scorer.scan_heads
         if heads == "all":
-            return q_RQC, PLAIN
-        num_heads = self.geometry.num_kv_heads
+            return q, None
         if heads == "fused":
-            return q_RQC.reshape(len(q_RQC), num_heads, -1, q_RQC.shape[2]).mean(2), PLAIN
+            return Queries(q.values.unflatten(1, (self._num_heads, -1)).mean(2), q.scale), None
         assert self._selection is not None
         assert scorer.num_routed_heads is not None
-        sinks, window = self._selection.sink, self._selection.window
-        sampled, table, counting = cpu_route.sample(rows, pool, pooled_R, sinks, window)
-        shares = np.empty((*q_RQC.shape[:2], counting.shape[2]), np.float32)
-        stored.score(q_RQC, sampled, table, np.ones(len(q_RQC), np.uint8), shares)
-        num_lists = num_heads if scorer.heads == "kv_head" else 1
-        chosen = cpu_route.choose(shares, counting, num_lists, scorer.num_routed_heads)
-        return cpu_route.mix(q_RQC, chosen, num_heads, residual=scorer.residual)
+        routing = Routing(
+            num_heads=self._num_heads,
+            num_lists=self._num_heads if scorer.heads == "kv_head" else 1,
+            num_chosen=scorer.num_routed_heads,
+            residual=scorer.residual,
+            sinks=self._selection.sink,
+            window=self._selection.window,
+        )
+        return self._ops.route(q, stored, rows, pool, pooled_R, routing)
+
+
+def make_device_keys(
+    plan: BoundPlan, k_pool_SHD: Tensor, num_q_heads: int, model_identity: str | None
+) -> DeviceIndexKeys | None:
+    """As `make_index_keys`, for captured steps."""
+    if plan.scorer.kind == "exact_qk":
+        return None
+    from .device_keys import DeviceCopy, DeviceIndexKeys, DeviceInt4, DeviceMapped
+
+    shape, device = k_pool_SHD.shape, k_pool_SHD.device
+    weights = _weights(plan, k_pool_SHD, num_q_heads, model_identity)
+    copies: dict[int, DeviceCopy] = {
+        layer: DeviceInt4(*shape, device=device)
+        if weights is None
+        else DeviceMapped(shape[0], weights.layers[layer], device)
+        for layer in _copied_layers(plan)
+    }
+    return DeviceIndexKeys(copies, shape[0], device)
 
 
 def make_index_keys(
@@ -142,16 +189,23 @@ def make_index_keys(
         return None
     if kind == "page_minmax":
         return PageIndex(plan.scanned_layers, k_pool_SHD, plan.scorer.tokens_per_page, strict=strict)
-    num_slots, num_heads, head_dim = k_pool_SHD.shape
-    weights: IndexWeights | None = None
-    if kind in MAPPED:
-        weights = read_weights(plan, model_identity)
-        weights.check_shapes(plan.scorer.channels, num_q_heads, num_heads, head_dim)
+    shape, weights = k_pool_SHD.shape, _weights(plan, k_pool_SHD, num_q_heads, model_identity)
     copies: dict[int, KeyCopy] = {
-        layer.layer: Int4Copy(num_slots, num_heads, head_dim)
-        if weights is None
-        else MappedCopy(num_slots, weights.layers[layer.layer])
-        for layer in plan.layers
-        if layer.scores and plan.key_layers[layer.layer] == layer.layer
+        layer: Int4Copy(*shape) if weights is None else MappedCopy(shape[0], weights.layers[layer])
+        for layer in _copied_layers(plan)
     }
-    return IndexKeys(copies, num_slots, strict=strict)
+    return IndexKeys(copies, shape[0], strict=strict)
+
+
+def _copied_layers(plan: BoundPlan) -> list[int]:
+    return [at.layer for at in plan.layers if at.scores and plan.key_layers[at.layer] == at.layer]
+
+
+def _weights(
+    plan: BoundPlan, k_pool_SHD: Tensor, num_q_heads: int, model_identity: str | None
+) -> IndexWeights | None:
+    if plan.scorer.kind not in MAPPED:
+        return None
+    weights = read_weights(plan, model_identity)
+    weights.check_shapes(plan.scorer.channels, num_q_heads, *k_pool_SHD.shape[1:])
+    return weights

@@ -14,20 +14,19 @@ row: `begin` makes all older versions stale. Nothing here is sized by the contex
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
-import numpy as np
+import torch
+from torch import Tensor
 
-from ..kernels import cpu_cache
-from ..kernels.cpu_select import Table
+from ..kernels.choose import cpu_ops
+from ..kernels.ops import FIELDS, VOID, Checked, Expected, Lent, Ops, Table
 from .plan import BoundLayer, BoundPlan
 
 Kind = Literal["pool", "indices"]
-FIELDS = ("row", "version", "length", "kv", "keys", "digest")
-_VOID = -1  # a version that no step has
+CONSUMERS = ("reindex", "reuse")
 
 
 class StaleShareState(RuntimeError):
@@ -39,7 +38,11 @@ class NotTheWriterError(RuntimeError):
 
 
 class ShareState:
-    """The tables and stamps of a bound plan. Not thread-safe: one forward at a time."""
+    """The tables and stamps of a bound plan. Not thread-safe: one forward at a time.
+
+    Everything is on the device of the KV pool, and nothing is read back unless the state is strict: a captured step
+    finds its version, its rows and what it counts where they were.
+    """
 
     def __init__(
         self,
@@ -49,63 +52,78 @@ class ShareState:
         *,
         num_lent: int | None = None,
         strict: bool = False,
+        ops: Ops | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         """`num_lists` are those of a layer's own attention, `num_lent` those it lends; as many when absent."""
         if plan.selection is None:
             raise ValueError(f"plan {plan.name} has no sparse layer, so its layers share nothing")
         self.plan, self.strict = plan, strict
-        self.version = 0
-        self.counts: Counter[str] = Counter()
+        self._ops = cpu_ops() if ops is None else ops
+        self._device = device
+        self.version_1 = torch.zeros(1, dtype=torch.int64, device=device)
         num_lent = num_lists if num_lent is None else num_lent
-        self._tables: dict[tuple[int, Kind], Table] = {}
-        self._stamps: dict[tuple[int, Kind], Any] = {}
+        self._lent: dict[tuple[int, Kind], Lent] = {}
         for layer in plan.layers:
             pooled = layer.pool_readers or plan.reranks_own_pool or plan.selection.refresh_every > 1
             if layer.role == "full" and pooled and plan.selection.pool_size:
-                self._add(layer.layer, "pool", Table.empty(num_requests, num_lent, plan.selection.pool_size))
+                self._add(layer.layer, "pool", num_requests, num_lent, plan.selection.pool_size)
             if layer.scores and layer.index_readers:
-                self._add(layer.layer, "indices", Table.empty(num_requests, num_lent, plan.selection.final_k))
+                self._add(layer.layer, "indices", num_requests, num_lent, plan.selection.final_k)
         # keys of a row when its pool was last made of the whole history, by full layer
-        self._scanned: dict[int, Any] = {}
+        self._scanned: dict[int, Tensor] = {}
         if plan.selection.refresh_every > 1:
-            pools = (at for at, kind in self._tables if kind == "pool")
-            self._scanned = {at: np.full(num_requests, _VOID, np.int64) for at in pools}
+            for at in [at for at, kind in self._lent if kind == "pool"]:
+                self._scanned[at] = torch.full((num_requests,), VOID, dtype=torch.int64, device=device)
         # T of layers that nobody follows, and of consumers that scanned for themselves
-        self.own = Table.empty(num_requests, num_lists, plan.selection.final_k)
-        self.requests_R: Any = np.zeros(0, np.int32)
-        self.expected_R3: Any = np.zeros((0, 3), np.int64)
+        self.own = Table.empty(num_requests, num_lists, plan.selection.final_k, device)
+        # rows that were stale, by the first field that differed, and all of them
+        self.stale = {
+            role: torch.zeros(len(FIELDS) + 1, dtype=torch.int64, device=device)
+            for role in (*CONSUMERS, "full")
+        }
+        none = torch.zeros(0, dtype=torch.int32, device=device)
+        self.expected = Expected(none, none, torch.zeros((0, 3), dtype=torch.int64, device=device))
 
-    def _add(self, layer: int, kind: Kind, table: Table) -> None:
-        self._tables[layer, kind] = table
-        self._stamps[layer, kind] = np.full((table.counts.shape[0], len(FIELDS)), _VOID, np.int64)
+    def _add(self, layer: int, kind: Kind, num_requests: int, num_lists: int, size: int) -> None:
+        table = Table.empty(num_requests, num_lists, size, self._device)
+        shape = (num_requests, len(FIELDS))
+        stamps_B6 = torch.full(shape, VOID, dtype=torch.int64, device=self._device)
+        self._lent[layer, kind] = Lent(table, stamps_B6)
 
     @property
     def num_bytes(self) -> int:
-        arrays = [array for table in (*self._tables.values(), self.own) for array in table]
-        arrays += [*self._stamps.values(), *self._scanned.values()]
-        return sum(int(array.nbytes) for array in arrays)
+        tensors = [tensor for lent in self._lent.values() for tensor in (*lent.table, lent.stamps_B6)]
+        return sum(int(tensor.nbytes) for tensor in (*tensors, *self.own, *self._scanned.values()))
+
+    @property
+    def counts(self) -> Counter[str]:
+        """How many rows were stale, by field. Waits for the device."""
+        counts: Counter[str] = Counter()
+        for stale_F1 in self.stale.values():
+            for field, num in zip(FIELDS, stale_F1.tolist(), strict=False):
+                counts.update({f"stale_{field}": num} if num else {})
+        return counts
 
     # -- steps -------------------------------------------------------------------------------
 
-    def begin(self, requests_R: Any, row_ids_R: Any, lens_R: Any) -> None:
-        """A new step of these request slots (int32), each held by a row of this identity, with these many keys."""
-        self.version += 1
-        self.requests_R = requests_R
-        self.expected_R3 = np.empty((len(requests_R), 3), np.int64)
-        self.expected_R3[:, 0] = row_ids_R
-        self.expected_R3[:, 1] = self.version
-        self.expected_R3[:, 2] = lens_R
+    def begin(self, requests_R: Tensor, row_ids_R: Tensor, lens_R: Tensor) -> None:
+        """A new step of these request slots (int32), each held by a row of this identity (int64), with these many
+        keys (int32)."""
+        self.version_1 += 1
+        values = (row_ids_R, self.version_1.expand(len(requests_R)), lens_R.long())
+        self.expected = Expected(requests_R, lens_R, torch.stack(values, 1))
 
     def invalidate(self, requests: Sequence[int]) -> None:
         """The requests ended, were retracted or aborted: what their slots hold is nobody's."""
-        for stamp_B6 in self._stamps.values():
-            stamp_B6[requests] = _VOID
+        for lent in self._lent.values():
+            lent.stamps_B6[requests] = VOID
 
     def truncate(self, request: int, num_tokens: int) -> None:
         """Roll a row back to `num_tokens` keys: state that saw more of them is void, the row's KV stays."""
-        for stamp_B6 in self._stamps.values():
-            if stamp_B6[request, 2] > num_tokens:
-                stamp_B6[request] = _VOID
+        for lent in self._lent.values():
+            if lent.stamps_B6[request, 2] > num_tokens:
+                lent.stamps_B6[request] = VOID
 
     # -- writers -----------------------------------------------------------------------------
 
@@ -114,33 +132,31 @@ class ShareState:
 
         A full layer owns its pool and its indices, a reindex layer its indices, a reuse layer nothing.
         """
-        self._require_owner(layer, kind)
-        return self._tables[layer.layer, kind]
+        return self._own_of(layer, kind).table
 
     def seal(self, layer: BoundLayer, kind: Kind) -> None:
         """Stamp what the layer wrote for the rows of this step. Raises NotTheWriterError."""
-        self._require_owner(layer, kind)
-        requests_R, stamp_B6 = self.requests_R, self._stamps[layer.layer, kind]
-        stamp_B6[requests_R, :3] = self.expected_R3
-        stamp_B6[requests_R, 3:5] = pointers(layer)
-        stamp_B6[requests_R, 5] = digest()(requests_R, *self._tables[layer.layer, kind])
+        self._ops.seal(self.expected, self._own_of(layer, kind), pointers(layer))
 
-    def _require_owner(self, layer: BoundLayer, kind: Kind) -> None:
+    def _own_of(self, layer: BoundLayer, kind: Kind) -> Lent:
         roles = ("full",) if kind == "pool" else ("full", "reindex")
-        if layer.role not in roles or (layer.layer, kind) not in self._tables:
+        if layer.role not in roles or (layer.layer, kind) not in self._lent:
             raise NotTheWriterError(
                 f"layer {layer.layer} is {layer.role} and has no {kind} of its own to write; writers are "
-                f"{[at for at, of in self._tables if of == kind]}."
+                f"{[at for at, of in self._lent if of == kind]}."
             )
+        return self._lent[layer.layer, kind]
 
-    def note_scans(self, layer: BoundLayer, pooled_R: Any) -> None:
+    def note_scans(self, layer: BoundLayer, pooled_R: Tensor) -> None:
         """The rows with pooled_R = 0 (uint8) made the pool that was just sealed from their whole history."""
-        scanned = pooled_R == 0
-        self._scanned[layer.layer][self.requests_R[scanned]] = self.expected_R3[scanned, 2]
+        scanned_B, requests_R = self._scanned[layer.layer], self.expected.requests_R.long()
+        scans_R = (pooled_R == 0) & (self.expected.lens_R > 0)
+        lens_R = torch.where(scans_R, self.expected.values_R3[:, 2], scanned_B[requests_R])
+        scanned_B.index_copy_(0, requests_R, lens_R)
 
     # -- consumers ---------------------------------------------------------------------------
 
-    def resume(self, layer: BoundLayer) -> tuple[Table, Any, Any]:
+    def resume(self, layer: BoundLayer) -> tuple[Table, Tensor, Tensor]:
         """A full layer's own pool of an earlier step, for `refresh_every` above 1: what may be extended, not taken.
 
         Returns the table, the keys that each row's pool has seen (int64 [R], 0: the row must scan) and the steps
@@ -148,23 +164,15 @@ class ShareState:
         is less than `refresh_every` tokens old.
         """
         assert self.plan.selection is not None
-        table, stamp_B6 = self._tables[layer.layer, "pool"], self._stamps[layer.layer, "pool"]
-        requests_R = self.requests_R
-        stamp_R6, scanned_R = stamp_B6[requests_R], self._scanned[layer.layer][requests_R]
-        seen_R, lens_R = stamp_R6[:, 2], self.expected_R3[:, 2]
-        age_R = lens_R - scanned_R
-        good_R = (stamp_R6[:, 0] == self.expected_R3[:, 0]) & (stamp_R6[:, 1] < self.version)
-        good_R &= (stamp_R6[:, 3:5] == pointers(layer)).all(1)
-        good_R &= (scanned_R > 0) & (scanned_R <= seen_R) & (seen_R < lens_R)
-        good_R &= age_R < self.plan.selection.refresh_every
-        if good_R.any():
-            intact_R = digest()(requests_R, *table) == stamp_R6[:, 5]
-            self.counts["stale_digest"] += int((good_R & ~intact_R).sum())
-            good_R &= intact_R
-        return table, np.where(good_R, seen_R, 0), np.where(good_R, age_R, 0)
+        lent, scanned_B = self._lent[layer.layer, "pool"], self._scanned[layer.layer]
+        refresh_every = self.plan.selection.refresh_every
+        seen_R, age_R = self._ops.resume(
+            self.expected, lent, pointers(layer), scanned_B, refresh_every, self.stale["full"]
+        )
+        return lent.table, seen_R, age_R
 
-    def take(self, layer: BoundLayer) -> tuple[Table, Any]:
-        """What the layer's anchor left for it, and which rows of this step may use it (uint8 [R]).
+    def take(self, layer: BoundLayer) -> tuple[Table, Checked]:
+        """What the layer's anchor left for it, and which rows of this step may use it.
 
         Rows that may not are counted under `stale_<field>`, the first field that differs; a strict state raises
         StaleShareState for them.
@@ -172,36 +180,27 @@ class ShareState:
         if layer.anchor is None:
             raise ValueError(f"layer {layer.layer} is {layer.role} and takes nothing from an anchor")
         kind: Kind = "pool" if layer.role == "reindex" else "indices"
-        table, stamp_B6 = self._tables[layer.anchor, kind], self._stamps[layer.anchor, kind]
-        requests_R = self.requests_R
-        expected_R6 = np.empty((len(requests_R), len(FIELDS)), np.int64)
-        expected_R6[:, :3] = self.expected_R3
-        expected_R6[:, 3:5] = pointers(self.plan.layers[layer.anchor])
-        expected_R6[:, 5] = digest()(requests_R, *table)
-        good_R6 = stamp_B6[requests_R] == expected_R6
-        fresh_R = good_R6.all(1)
-        if not fresh_R.all():
-            self._stale(layer, kind, good_R6, fresh_R)
-        return table, fresh_R.view(np.uint8)
+        lent, written_by = self._lent[layer.anchor, kind], pointers(self.plan.layers[layer.anchor])
+        checked = self._ops.check(self.expected, lent, written_by, self.stale[layer.role])
+        if self.strict and checked.good_RF is not None and not checked.good_RF.all():
+            self._raise(layer, kind, checked.good_RF)
+        return lent.table, checked
 
-    def _stale(self, layer: BoundLayer, kind: Kind, good_R6: Any, fresh_R: Any) -> None:
-        stale = np.flatnonzero(~fresh_R)
-        fields = [FIELDS[at] for at in good_R6[stale].argmin(1)]
-        self.counts.update(f"stale_{field}" for field in fields)
-        if self.strict:
-            rows = ", ".join(
-                f"request slot {self.requests_R[row]}: {field}"
-                for row, field in zip(stale, fields, strict=True)
-            )
-            raise StaleShareState(
-                f"layer {layer.layer} takes the {kind} of layer {layer.anchor}, stale in {rows}"
-            )
+    def _raise(self, layer: BoundLayer, kind: Kind, good_RF: Tensor) -> None:
+        rows = ", ".join(
+            f"request slot {request}: {FIELDS[good_F.index(False)]}"
+            for request, good_F in zip(self.expected.requests_R.tolist(), good_RF.tolist(), strict=True)
+            if not all(good_F)
+        )
+        raise StaleShareState(
+            f"layer {layer.layer} takes the {kind} of layer {layer.anchor}, stale in {rows}"
+        )
 
     # -- tests -------------------------------------------------------------------------------
 
     def written(self) -> dict[tuple[int, Kind], tuple[Table, Any]]:
         """Every table with its stamps, for tests that look inside or plant faults."""
-        return {at: (table, self._stamps[at]) for at, table in self._tables.items()}
+        return {at: (lent.table, lent.stamps_B6) for at, lent in self._lent.items()}
 
 
 def pointers(layer: BoundLayer) -> tuple[int, int]:
@@ -209,27 +208,3 @@ def pointers(layer: BoundLayer) -> tuple[int, int]:
     own = layer.layer
     kv, keys = layer.kv_from, layer.key_from
     return own if kv is None else kv, own if keys is None else keys
-
-
-@functools.cache
-def digest() -> Callable[..., Any]:
-    """int64 [R] over the rows' positions, slots and counts; any single change of a value shows."""
-
-    @cpu_cache.compiled(nogil=True)
-    def compiled(requests_R, positions, slots, counts):  # type: ignore[no-untyped-def]
-        digests = np.empty(requests_R.shape[0], np.int64)
-        for r in range(requests_R.shape[0]):
-            request = requests_R[r]
-            count = max(0, min(counts[request], positions.shape[2]))
-            total = np.int64(counts[request])
-            for x in range(positions.shape[1]):
-                for j in range(count):
-                    # odd factors: a changed value never vanishes modulo 2 ** 64, nor does an exchange of two
-                    factor = np.int64(2 * (x * positions.shape[2] + j) + 3)
-                    total += factor * (
-                        positions[request, x, j] + np.int64(0x9E3779B97F4A7C) * slots[request, x, j]
-                    )
-            digests[r] = total
-        return digests
-
-    return compiled  # type: ignore[no-any-return]

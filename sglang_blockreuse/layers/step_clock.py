@@ -35,6 +35,9 @@ class StepClock:
         """The layer ends."""
 
 
+OFF = StepClock()
+
+
 class RunningClock(StepClock):
     def __init__(self) -> None:
         self._seconds: dict[tuple[str, str], float] = defaultdict(float)

@@ -189,7 +189,7 @@ def audit(keys, rows):
 
 
 def of_own_heads(original, ranks, shares):
-    return shares.sum(1, keepdims=True) if own_heads else original(ranks, shares)
+    return shares.sum(1, keepdim=True) if own_heads else original(ranks, shares)
 
 
 def note_stale(result, modes, reqs):
@@ -240,7 +240,8 @@ def spoil_taken(original, state, layer):
 
 def stale_rows(state):
     """Row of the state's tables -> field. The state of repair tokens has row ids of slot holder and position."""
-    row_ids, lens = state.expected_R3[:, 0].tolist(), state.expected_R3[:, 2].tolist()
+    values = state.expected.values_R3
+    row_ids, lens = values[:, 0].tolist(), values[:, 2].tolist()
     if row_ids and row_ids[0] >> 32:
         return {row: STALE_REPAIR[n] for row, n in enumerate(lens) if n in STALE_REPAIR}
-    return {slot: STALE[slot] for slot in state.requests_R.tolist() if slot in STALE}
+    return {slot: STALE[slot] for slot in state.expected.requests_R.tolist() if slot in STALE}

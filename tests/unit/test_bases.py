@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from msgspec.structs import replace
 
 from sglang_blockreuse.config import BlocksConfig, Config, ConfigError, LayersConfig
 from sglang_blockreuse.layers.bases import Machine, Model, base_of, require_served
+from sglang_blockreuse.layers.plan import Scorer
 from sglang_blockreuse.layers.plan_loader import load_plan
 
 HOPPER, BLACKWELL = Machine("cuda", is_sm90=True), Machine("cuda", is_sm100=True)
@@ -69,7 +71,7 @@ def test_every_cuda_base_takes_a_plain_server_and_one_with_alpha_and_beta(base):
         ("triton", {"head_dims": (288, 288)}, "head dims up to 256"),
         ("flashinfer", {"head_dims": (80, 80)}, "FlashInfer adds alpha and beta for head dims 64, 128, 256"),
         ("fa3", {"num_q_heads": 128, "num_kv_heads": 1}, "up to 64 query heads per KV head"),
-        ("triton", {"sliding_window": 4096}, "not added within a sliding window"),
+        ("triton", {"sliding_window": 4096}, "not computed within a sliding window"),
         ("fa3", {"has_sinks": True}, "own attention sinks"),
     ],
 )
@@ -93,11 +95,31 @@ def test_flashinfer_with_a_model_s_own_sinks_is_refused():
 
 
 @pytest.mark.parametrize("base", ["triton", "flashinfer", "fa3"])
-def test_a_layer_plan_and_its_clock_are_refused_before_weights_are_loaded(base):
+def test_a_layer_plan_is_served_and_its_clock_is_refused_before_weights_are_loaded(base):
     plan = load_plan("smollm2-135m-three-role").bind(30, "LlamaForCausalLM")
+    require_served(Config(layers=LayersConfig(plan="smollm2-135m-three-role")), plan, base, LLAMA)
     config = Config(layers=LayersConfig(plan="smollm2-135m-three-role", timing=True))
-    with pytest.raises(ConfigError, match=r"served on the CPU only in this version.*layers\.timing"):
+    with pytest.raises(ConfigError, match=r"layers\.timing reads the host's clock"):
         require_served(config, plan, base, LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("changed", "model", "words"),
+    [
+        ({"scorer": Scorer(kind="page_minmax")}, {}, "pages are handed out to rows on the host"),
+        ({"scorer": Scorer(kind="learned")}, {}, "learned needs scorer.weights"),
+        ({"scorer": Scorer(scan_heads="routed")}, {}, "routed heads are chosen"),
+        ({"prefill": "sparse"}, {}, "set prefill: dense"),
+        ({}, {"num_ranks": 2}, "2 tensor-parallel ranks.*set heads and lend_heads to kv_head"),
+        ({}, {"sliding_window": 4096}, "a layer plan on CUDA is not computed within a sliding window"),
+    ],
+    ids=str,
+)
+def test_what_of_a_plan_only_the_cpu_serves_is_refused_by_name_and_with_the_reason(changed, model, words):
+    plan = load_plan("smollm2-135m-three-role").bind(30, "LlamaForCausalLM")
+    config = Config(layers=LayersConfig(plan="smollm2-135m-three-role"))
+    with pytest.raises(ConfigError, match=words):
+        require_served(config, replace(plan, **changed), "triton", dataclasses.replace(LLAMA, **model))
 
 
 def test_every_reason_is_given_at_once():

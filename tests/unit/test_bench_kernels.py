@@ -24,11 +24,11 @@ def test_every_cpu_kernel_passes_its_gate(dtype):
 
 
 def test_the_operands_of_the_cuda_list_are_sound():
-    """Without a device the dispatcher sends both sides to the reference, which checks its operands."""
+    """Without a device only the law can run, which checks its operands."""
     found = list(kernel_cases._cuda(World(SMALL, torch.float32, "cpu")))
-    names = ["decode_attention", "extend_attention", "scan", "rerank", "top_k", "write_int4"]
+    names = ["decode_attention", "extend_attention", "scan", "rerank"]
     assert [operation.name for operation in found] == names
-    assert [operation.error(operation.kernel(), operation.reference()) for operation in found] == [0.0] * 6
+    assert [operation.error(operation.reference(), operation.reference()) for operation in found] == [0.0] * 4
 
 
 def test_a_wrong_kernel_is_seen_and_not_timed():

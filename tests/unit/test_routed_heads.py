@@ -137,7 +137,7 @@ class TestRouter:
         world = make_world("F", lens=[700])
         rows = world.decoder().begin(world.batch()).rows
         unused = world.decoder().state.own
-        _, table, counting = cpu_route.sample(rows, unused, np.zeros(1, np.uint8), 4, 8)
+        _, table, counting = cpu_route.sample(rows.arrays, unused.arrays, np.zeros(1, np.uint8), 4, 8)
         assert table.positions[0, 0, : table.counts[0]].tolist() == at
         assert counting[0, 0].sum() == len(range(4, 692, 16))
 

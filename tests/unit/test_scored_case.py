@@ -7,7 +7,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from sglang_blockreuse.kernels.cpu_select import Table
+from sglang_blockreuse.kernels.ops import Table
 from sglang_blockreuse.layers.calibration.case import Case, evaluate
 from sglang_blockreuse.layers.calibration.judge import described
 from sglang_blockreuse.layers.calibration.llama import Llama

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from share_steps import CONSUMERS, NUM_LISTS, NUM_REQUESTS, PLAN, fill, take_steps, writes_of
+from share_steps import CONSUMERS, NUM_LISTS, NUM_REQUESTS, PLAN, begin, fill, take_steps, writes_of
 from sparse_world import make_plan
 
 from sglang_blockreuse.layers.share_state import FIELDS, NotTheWriterError, ShareState, StaleShareState
@@ -20,11 +19,11 @@ def test_five_thousand_steps_agree_with_the_model():
 
 def test_a_state_whose_steps_have_no_version_is_seen(monkeypatch):
     """Negative control of the machine: what a row left in an earlier step looks like its own."""
-    begin = ShareState.begin
+    original = ShareState.begin
 
     def same_version(state, *rows):
-        begin(state, *rows)
-        state.expected_R3[:, 1] = 1
+        original(state, *rows)
+        state.expected.values_R3[:, 1] = 1
 
     monkeypatch.setattr(ShareState, "begin", same_version)
     with pytest.raises(AssertionError):
@@ -35,7 +34,7 @@ def sealed(*, strict=False):
     """A state in which rows 4, 0, 2 have just been written by every writer."""
     state = ShareState(PLAN, NUM_REQUESTS, NUM_LISTS, strict=strict)
     which = [4, 0, 2]
-    state.begin(np.array(which, np.int32), [11, 12, 13], [20, 30, 40])
+    begin(state, which, [11, 12, 13], [20, 30, 40])
     for number, (layer, kind) in enumerate(writes_of(state)):
         for slot in which:
             fill(state.table_to_write(layer, kind), slot, 100 * number + slot)
@@ -73,7 +72,7 @@ class TestFaults:
         table, stamps = source(state, layer)
         for array in (*table, stamps):
             array[[0, 2]] = array[[2, 0]]
-        _, fresh = state.take(layer)
+        fresh = state.take(layer)[1].fresh_R
         assert fresh.tolist() == [1, 0, 0]
         assert state.counts["stale_row"] == 2
 
@@ -81,23 +80,23 @@ class TestFaults:
         state = sealed()
         for array in source(state, layer)[0]:
             array[[0, 2]] = array[[2, 0]]
-        assert state.take(layer)[1].tolist() == [1, 0, 0]
+        assert state.take(layer)[1].fresh_R.tolist() == [1, 0, 0]
 
     def test_of_a_slot_that_changed_hands(self, layer):
         state = sealed()
-        version = state.version
-        state.begin(np.array([4, 0, 2], np.int32), [11, 99, 13], [20, 30, 40])
-        state.expected_R3[:, 1] = version  # as if it were the same step
+        version = int(state.version_1)
+        begin(state, [4, 0, 2], [11, 99, 13], [20, 30, 40])
+        state.expected.values_R3[:, 1] = version  # as if it were the same step
         self.check(state, layer, "row")
 
     def test_of_a_row_rolled_back(self, layer):
         state = sealed()
         state.truncate(0, 29)
         state.truncate(4, 20)
-        assert state.take(layer)[1].tolist() == [1, 0, 1]
+        assert state.take(layer)[1].fresh_R.tolist() == [1, 0, 1]
 
     def check(self, state, layer, field):
-        _, fresh = state.take(layer)
+        fresh = state.take(layer)[1].fresh_R
         assert fresh.tolist() == [1, 0, 1]
         assert dict(state.counts) == {f"stale_{field}": 1}
         state.strict = True
@@ -113,7 +112,7 @@ def test_without_a_fault_every_row_is_fresh():
     """Negative control of the faults."""
     state = sealed(strict=True)
     for layer in CONSUMERS:
-        assert state.take(layer)[1].tolist() == [1, 1, 1]
+        assert state.take(layer)[1].fresh_R.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize(

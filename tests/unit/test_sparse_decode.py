@@ -11,9 +11,16 @@ from numba.core import event
 from sparse_checks import DTYPES, LENS, LISTS, SELECTION, check, same
 from sparse_world import World, make_plan
 
-from sglang_blockreuse.kernels import cpu_codes, cpu_pages, cpu_route, cpu_scan, cpu_select, cpu_sparse
+from sglang_blockreuse.kernels import (
+    cpu_codes,
+    cpu_pages,
+    cpu_route,
+    cpu_scan,
+    cpu_select,
+    cpu_sparse,
+    ops_cpu,
+)
 from sglang_blockreuse.kernels.cpu_attention import KeyBias
-from sglang_blockreuse.layers import share_state
 from sglang_blockreuse.layers.plan_support import unsupported_plan
 from sglang_blockreuse.layers.sparse_decode import warm_up
 from sglang_blockreuse.layers.step_clock import PARTS
@@ -149,7 +156,7 @@ class TestWarmUp:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def compiled(self, words, *, warm):
-        for module in (cpu_codes, cpu_pages, cpu_route, cpu_scan, cpu_select, cpu_sparse, share_state):
+        for module in (cpu_codes, cpu_pages, cpu_route, cpu_scan, cpu_select, cpu_sparse, ops_cpu):
             for made in vars(module).values():
                 if hasattr(made, "cache_clear") and made.__module__ == module.__name__:
                     made.cache_clear()

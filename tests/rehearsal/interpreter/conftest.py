@@ -43,3 +43,9 @@ def base(request, monkeypatch):
     if request.param == "fa3":
         install_fa3(monkeypatch)
     return cuda_class(request.param)
+
+
+@pytest.fixture(scope="session")
+def num_sets() -> int:
+    """How many sets of lengths a recorded step is replayed at; the nightly tier asks for more."""
+    return int(os.environ.get("BLOCKREUSE_REPLAYS", "4"))

@@ -19,6 +19,8 @@ from prompts import usage
 from servers import lease, with_test_plugin
 from tiny_models import TALKING, talking_model
 
+from sglang_blockreuse.server_process import free_port
+
 pytestmark = pytest.mark.engine
 TWIN = "tests/engine/test_host_memory.py::TestWriteThrough"
 
@@ -43,8 +45,8 @@ class TestPythonTree(HostMemory):
 
     @pytest.fixture(scope="class")
     def server(self):
-        events = '{"publisher": "zmq", "topic": "kv", "endpoint": "tcp://*:0"}'
-        with lease(*host_memory.FLAGS, "--kv-events-config", events) as running:
+        events = {"publisher": "zmq", "topic": "kv", "endpoint": f"tcp://*:{free_port()}"}
+        with lease(*host_memory.FLAGS, "--kv-events-config", json.dumps(events)) as running:
             yield running
 
 

@@ -77,6 +77,15 @@ STAGES = (
         "quality.png",
     ),
     Stage(
+        "quality-leading",
+        bench(
+            "quality",
+            "--split held-out --per-category 4 --new-tokens 16 --homes leading -- --dtype float32",
+        ),
+        "quality.jsonl",
+        "quality.png",
+    ),
+    Stage(
         "serving",
         bench(
             "serving",

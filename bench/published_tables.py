@@ -403,6 +403,7 @@ TABLES: dict[str, tuple[Any, ...]] = {
     ),
     "demo": ("demo.json.gz", demo),
     "quality": ("quality.jsonl.gz", quality),
+    "quality-leading": ("quality-leading.jsonl.gz", quality),
     "serving": ("serving.jsonl.gz", serving),
     "cold": ("cold.jsonl.gz", serving),
     "unmarked": ("unmarked.jsonl.gz", serving),

@@ -217,6 +217,13 @@ BLOCK_FAULTS = [
         f"{COMPANY} -k chosen_once",
     ),
     _fault(
+        "every request computes what stands in front of homes anew",
+        "compile",
+        "_FrontSeen(digest, num_cached, self._leading.get((namespace, digest)))",
+        "_FrontSeen(digest, num_cached, None)",
+        f"{COMPANY} -k come_at_once",
+    ),
+    _fault(
         "what companions occupy is not asked of the pool",
         "arrive",
         "num_prefix = len(prefix) - num_shared(prefix, own)",

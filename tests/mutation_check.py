@@ -24,10 +24,11 @@ from faults import Fault
 from faults_blocks import BLOCK_FAULTS
 from faults_kernels import INTERPRETER, KERNEL_FAULTS
 from faults_layers import LAYER_FAULTS
+from faults_tiers import TIER_FAULTS
 from nursery import ONE_THREAD
 from places import ROOT
 
-FAULTS = [*KERNEL_FAULTS, *BLOCK_FAULTS, *LAYER_FAULTS]
+FAULTS = [*KERNEL_FAULTS, *BLOCK_FAULTS, *LAYER_FAULTS, *TIER_FAULTS]
 PYTEST = ("-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-W", "ignore")
 REPORT_LEN = 2000  # characters
 # Imports what is the same in every copy of the tree, then answers each line, a job, with a line: its exit status.

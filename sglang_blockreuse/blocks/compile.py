@@ -84,7 +84,7 @@ class _FrontSeen:
 
     digest: bytes
     num_cached: int
-    leader: HomeId | None = None  # computes it, the others then hit it instead of repeating it
+    leader: HomeId | None  # computes it, the others then hit it instead of repeating it
 
 
 class Compiler:
@@ -98,6 +98,8 @@ class Compiler:
         self._num_jobs = 0
         self._flights: dict[str, _Flight] = {}  # by request id
         self._in_flight: dict[HomeKey, HomeId] = {}
+        # homes that compute what stands in front of others, by namespace and digest of that
+        self._leading: dict[tuple[Namespace, bytes], HomeId] = {}
         self._ahead: dict[str, list[Wait]] = {}  # requests that background homes stay behind of
         self._waiting: dict[
             str, Wait
@@ -117,7 +119,9 @@ class Compiler:
             front = fronts.get(id(home.prefix))
             if front is None:
                 num_cached = tree.lookup(home.prefix, namespace)[0] if home.prefix else 0
-                front = fronts[id(home.prefix)] = _FrontSeen(_digest(home.prefix), num_cached)
+                digest = _digest(home.prefix)
+                front = _FrontSeen(digest, num_cached, self._leading.get((namespace, digest)))
+                fronts[id(home.prefix)] = front
             key = HomeKey(namespace, front.digest, _digest(home.body))
             running = self._in_flight.get(key)
             if running is not None:
@@ -131,7 +135,7 @@ class Compiler:
             waits_for = tuple(dict.fromkeys(i for i in (first, front.leader) if i is not None))
             job = HomeJob(self._new_id(), home, waits_for if needs_prefix else ())
             if needs_prefix and front.leader is None:
-                front.leader = job.request_id
+                front.leader = self._leading[namespace, front.digest] = job.request_id
             jobs.append(job)
             ids[job.request_id] = None
             self._in_flight[key] = job.request_id
@@ -210,6 +214,9 @@ class Compiler:
         if flight is None:
             return
         del self._in_flight[flight.key]
+        front = (flight.key.namespace, flight.key.prefix)
+        if self._leading.get(front) == request_id:
+            del self._leading[front]
         home = flight.job.home
         for wait in flight.waits:
             wait.num_open -= 1

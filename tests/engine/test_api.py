@@ -23,6 +23,8 @@ USAGE_KEYS = {
     "repaired_tokens",
     "fresh_tokens",
     "compiled_tokens",
+    "host_tokens",
+    "storage_tokens",
     "recompute_ratio",
     "skipped_reason",
     "guard",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import random
 import shutil
 import statistics
 from pathlib import Path
@@ -14,10 +15,13 @@ from laws import host_memory, load, storage
 from laws.distinct_orders import POOL, distinct_orders, generate, know_all, one_off, share
 from laws.host_memory import DOC_LEN, HostMemory
 from looks import state_of
+from marked import wait_until_idle
 from nursery import Nursery
-from prompts import usage
+from prompts import ask, random_ids, usage
 from servers import lease, with_test_plugin
 from tiny_models import TALKING, talking_model
+
+from sglang_blockreuse.server_process import free_port
 
 pytestmark = pytest.mark.engine
 TWIN = "tests/engine/test_host_memory.py::TestWriteThrough"
@@ -43,8 +47,8 @@ class TestPythonTree(HostMemory):
 
     @pytest.fixture(scope="class")
     def server(self):
-        events = '{"publisher": "zmq", "topic": "kv", "endpoint": "tcp://*:0"}'
-        with lease(*host_memory.FLAGS, "--kv-events-config", events) as running:
+        events = {"publisher": "zmq", "topic": "kv", "endpoint": f"tcp://*:{free_port()}"}
+        with lease(*host_memory.FLAGS, "--kv-events-config", json.dumps(events)) as running:
             yield running
 
 
@@ -150,6 +154,48 @@ def test_two_ranks_find_the_same_homes_in_host_memory_and_answer_as_one(wanted, 
         assert state_of(server)["counts"].get("errors_total", 0) == 0
 
 
+@pytest.mark.nightly(twin=TWIN)
+def test_a_plan_begins_anew_where_the_host_does_not_bring_the_exact_prefix_back():
+    """It leaves fewer than 10 tokens in host memory. A plan that began behind them would not compute them."""
+    library = host_memory.LIBRARY
+    known, order, blocks = library.system[:8], (4, 7), {"compile_prefix_text": "river"}
+    ids, spans = library.prompt(order)
+    ids = known + ids[len(library.system) :]
+    spans = [at - len(library.system) + len(known) for at in spans]
+
+    def answer_on(server, *, push_out: bool):
+        ask(server, known + random_ids(40, random.Random(1)), new_tokens=1, top=0)
+        ask(server, ids, new_tokens=1, top=0, blockreuse_spans=spans, blockreuse_mode="compile")
+        for seed in range(3 if push_out else 0):
+            one_off(server, seed)
+        return ask(server, ids, new_tokens=3, top=4, blockreuse_spans=spans)
+
+    with lease(blocks=blocks) as large:
+        want = answer_on(large, push_out=False)
+    with lease(*host_memory.FLAGS, blocks=blocks) as server:
+        found = answer_on(server, push_out=True)
+    told, would = usage(found), usage(want)
+    assert (told["prefix_tokens"], would["prefix_tokens"]) == (0, len(known))
+    assert told["host_tokens"] == told["reused_tokens"] == would["reused_tokens"] > 0
+    assert host_memory.logprobs(found) == pytest.approx(
+        host_memory.logprobs(want), abs=host_memory.FULL_PREFILL_LOGPROB
+    )
+
+
+@pytest.mark.nightly(twin=TWIN)
+def test_written_selectively_a_home_that_was_used_goes_to_host_memory_and_a_prompt_that_came_once_does_not():
+    with lease(*host_memory.FLAGS, "--hicache-write-policy", "write_through_selective") as server:
+        one_off(server, 1)
+        wait_until_idle(server)
+        pool = state_of(server)["pool"]
+        assert pool["host_free"] == pool["host_size"]
+        host_memory.generate(server, (0, 1, 2, 3))
+        wait_until_idle(server)
+        pool = state_of(server)["pool"]
+        # the first document stands in the prompt itself, which came once
+        assert pool["host_size"] - pool["host_free"] >= 3 * DOC_LEN
+
+
 STORAGE = "tests/engine/test_storage_server.py::"
 
 
@@ -217,3 +263,29 @@ def test_storage_that_is_attached_behind_an_update_of_weights_has_another_name(n
         )
         found = usage(storage.generate(server, storage.AFTER))
         assert (found["storage_tokens"], found["compiled_tokens"]) == (0, storage.NUM_HOMES * DOC_LEN)
+
+
+@pytest.mark.nightly(twin=STORAGE + "test_a_restarted_server_reuses_what_storage_has")
+def test_a_store_that_fails_and_dawdles_costs_time_and_nothing_else(nursery, store, tmp_path):
+    env = {
+        "SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.3",
+        "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.05",
+    }
+    with nursery.server(talking_model(), *storage.flags_of(store), log=tmp_path / "log", env=env) as server:
+        want = storage.generate(server, storage.AFTER, blockreuse_mode="exact")
+        for _ in range(6):
+            server.flush_cache()
+            reused = storage.generate(server, storage.AFTER)
+            assert usage(reused)["reused_tokens"] > 0
+            told = usage(reused)
+            assert told["storage_tokens"] + told["compiled_tokens"] == storage.NUM_HOMES * DOC_LEN
+            server.flush_cache()
+            exact = storage.generate(server, storage.AFTER, blockreuse_mode="exact")
+            assert host_memory.logprobs(exact) == pytest.approx(
+                host_memory.logprobs(want), abs=host_memory.FULL_PREFILL_LOGPROB
+            )
+        wait_until_idle(server)
+        server.flush_cache()
+        pool = state_of(server)["pool"]
+        assert (pool["free"], pool["host_free"]) == (pool["size"], pool["host_size"])
+        assert state_of(server)["counts"].get("errors_total", 0) == 0

@@ -214,6 +214,22 @@ class TestHomesOfRequests:
         assert companion.home.body == DOCS[1]
         assert {job.waits_for for job in (companion, *others)} == {(first.request_id,)}
 
+    def test_however_many_requests_come_at_once_one_home_computes_the_row(self):
+        manager = manager_of(CountingTree(), company=2)
+        homes_for(manager, 0, 1, 2)
+        jobs = []
+        for number, order in enumerate(((4, 3), (5, 6), (7, 4))):
+            tokens, spans = prompt_of(*order)
+            jobs += manager.accept(request(tokens, spans, rid=f"at once {number}"), max_prompt_len=10**6)
+        leader, *others = jobs
+        assert len(others) == 4
+        assert {job.waits_for for job in others} == {(leader.request_id,)}
+        # were it aborted, another one would
+        manager.compiler.ended(leader.request_id, "aborted")
+        tokens, spans = prompt_of(0, 4, 1)
+        again = manager.accept(request(tokens, spans, rid="after"), max_prompt_len=10**6)
+        assert again[0].waits_for == ()
+
     @pytest.mark.parametrize(("room", "expected"), [(1, (2, None)), (-1, (0, "pool_too_small"))])
     def test_the_pool_is_asked_for_companions_too(self, room, expected):
         tokens, spans = prompt_of(4, 5)

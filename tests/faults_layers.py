@@ -252,6 +252,13 @@ LAYER_FAULTS = [
         f"{MEASURES} -k below_one",
     ),
     _fault(
+        "a list that aged is compared with its own step",
+        "calibration/measures",
+        "wanted_RJ[steps:])",
+        "wanted_RJ[: len(held_RJ) - steps])",
+        f"{MEASURES} -k an_aged_list",
+    ),
+    _fault(
         "a scheme that shares KV is written for any checkpoint",
         "preset_names",
         "if preset.trained_for is not None and not shape.trained:",

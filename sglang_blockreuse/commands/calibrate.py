@@ -266,6 +266,7 @@ class _Run:
     def _judge(self, report: Any, plans: list[LayerPlan]) -> None:
         from tqdm import tqdm
 
+        from ..layers.calibration.ageing import ageing
         from ..layers.calibration.followers import follow
         from ..layers.calibration.judge import at_budget, judge
         from ..layers.calibration.replay import replay
@@ -288,6 +289,10 @@ class _Run:
             report.judged.append(
                 judge(name, plan, cases, self._shape(), num_tokens=self.arguments.lengths[1])
             )
+        sizes = {
+            plan.selection.final_k: plan.selection for plan in bound.values() if plan.selection is not None
+        }
+        report.ageing = {final_k: ageing(cases, selection) for final_k, selection in sizes.items()}
         report.followers = {name: follow(cases, plan) for name, plan in bound.items()}
         report.replays = {name: replay(cases[0], plan) for name, plan in bound.items()}
 

@@ -10,10 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_blockreuse.kernels.reference_index import IndexMap, measured_ranges
+from sglang_blockreuse.layers.calibration.ageing import DISTANCES, ageing
 from sglang_blockreuse.layers.calibration.case import Case
 from sglang_blockreuse.layers.calibration.followers import follow, worst_coverage
 from sglang_blockreuse.layers.calibration.llama import Llama
-from sglang_blockreuse.layers.calibration.measures import jaccard, margin, mask_of, mass_recall, recall, rho
+from sglang_blockreuse.layers.calibration.measures import (
+    aged_recall,
+    jaccard,
+    margin,
+    mask_of,
+    mass_recall,
+    recall,
+    rho,
+)
+from sglang_blockreuse.layers.calibration.overlap import collect
 from sglang_blockreuse.layers.calibration.pattern import PER_HEAD, bound_of
 from sglang_blockreuse.layers.calibration.report import Report
 from sglang_blockreuse.layers.calibration.scored_case import ScoredCase
@@ -41,6 +51,13 @@ class TestByHand:
         assert recall(pool, wanted).tolist() == [1.0]
         assert recall(wanted, pool).tolist() == pytest.approx([2 / 3])
         assert recall(sets([0, 1]), wanted).tolist() == [0.5]
+
+    def test_an_aged_list_is_compared_with_what_is_wanted_so_many_steps_later(self):
+        """Row 0 holds {0,1}, row 1 {2,3}; row 1 wants {1,2}, row 2 {2,3}."""
+        held, wanted = sets([0, 1], [2, 3], [4, 5]), sets([0, 1], [1, 2], [2, 3])
+        assert aged_recall(held, wanted, 0).tolist() == [1.0, 0.5, 0.0]
+        assert aged_recall(held, wanted, 1).tolist() == [0.5, 1.0]
+        assert aged_recall(held, wanted, 2).tolist() == [0.0]
 
     def test_mass_is_relative_to_each_head_s_own_best(self):
         """Heads with .5 .3 .1 .1 and .1 .1 .2 .6 read positions 0 and 1: .8 of .8, and .2 of .8."""
@@ -172,6 +189,34 @@ def test_two_texts_weigh_by_their_rows(case, model_path):
     plan = bound_of("F" + "R" * 29, SMALL)
     both, one, two = (follow(cases, plan)[1] for cases in ([case, other], [case], [other]))
     assert both.recall == pytest.approx((12 * one.recall + 4 * two.recall) / 16)
+
+
+class TestAgeing:
+    def test_what_is_fresh_is_whole_and_either_age_loses(self, case):
+        table = ageing([case], SMALL)
+        assert table[0][0] == 1.0, "the layer's own list, now"
+        assert table[0][0] > table[0][1] > table[0][4] > 0, "steps alone"
+        assert table[0][0] > table[1][0] > table[5][0] > 0, "layers alone"
+        assert table[5][4] < min(table[5][0], table[0][4]), "both together lose more than either"
+        assert math.isnan(table[0][5]), "twelve rows are not sixteen steps apart"
+
+    def test_it_is_what_overlap_says_where_only_layers_lie_between(self, case):
+        """Against the tables of a search, whose recall counts sinks and window too."""
+        forced, k = SMALL.sink + SMALL.window, SMALL.final_k
+        for distance, row in zip(DISTANCES[:5], ageing([case], SMALL), strict=False):
+            with_forced = collect([case], SMALL).by_distance("recall")[distance]
+            assert with_forced == pytest.approx((forced + (k - forced) * row[0]) / k, abs=1e-5)
+
+    def test_texts_that_are_too_short_have_no_table(self, case):
+        assert ageing([case], Selection(final_k=400)) == []
+
+    def test_the_report_has_the_table_and_the_picture(self, case, tmp_path):
+        pytest.importorskip("matplotlib")
+        table = ageing([case], SMALL)
+        report = Report(model="m", options={}, environment={}, judged=[], ageing={48: table})
+        assert f"4 | {table[4][0]:.3f} | {table[4][1]:.3f}" in report.to_markdown()
+        report.write(tmp_path)
+        assert (tmp_path / "ageing-48.png").stat().st_size > 1000
 
 
 class TestParametersAndResults:

@@ -19,6 +19,11 @@ def recall(held_RJ: Tensor, wanted_RJ: Tensor) -> Tensor:
     return (held_RJ & wanted_RJ).sum(-1) / wanted_RJ.sum(-1)
 
 
+def aged_recall(held_RJ: Tensor, wanted_RJ: Tensor, steps: int) -> Tensor:
+    """[R - steps]: `recall` where what is held was chosen so many steps before; rows follow each other."""
+    return recall(held_RJ[: len(held_RJ) - steps], wanted_RJ[steps:])
+
+
 def mass_recall(shares_QRJ: Tensor, read_QRK: Tensor) -> Tensor:
     """[Q, R]: softmax mass that each head finds at the positions read, over that of its own best positions of the same
     number; 1 where a list is the head's own. `read_QRK` are distinct positions."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .ageing import DISTANCES, STEPS
 from .followers import POOLS, Follower, worst_coverage
 from .judge import Judged
 from .overlap import MEASURES, Overlap
@@ -28,6 +29,7 @@ class Report:
     overlap: Overlap | None = None
     replays: dict[str, Replay] = field(default_factory=dict)
     followers: dict[str, list[Follower]] = field(default_factory=dict)
+    ageing: dict[int, list[list[float]]] = field(default_factory=dict)  # by final_k
 
     def to_dict(self) -> dict[str, Any]:
         overlap = None
@@ -50,6 +52,10 @@ class Report:
             "search": [vars(found) for found in self.history],
             "overlap": overlap,
             "replay": {name: vars(replay) for name, replay in self.replays.items()},
+            "ageing": {
+                final_k: {"distances": DISTANCES, "steps": STEPS, "recall": table}
+                for final_k, table in self.ageing.items()
+            },
             "lists": {name: [vars(layer) for layer in layers] for name, layers in self.followers.items()},
         }
 
@@ -70,6 +76,12 @@ class Report:
         for name, layers in self.followers.items():
             if layers:
                 lines += ["", f"## What layers read under {name}, dense inputs", "", *_list_table(layers)]
+        for final_k, table in self.ageing.items():
+            if table:
+                what = (
+                    f"## Recall of a list by layers from its choice and steps since it, final_k = {final_k}"
+                )
+                lines += ["", what, "", *_ageing_table(table)]
         for name, replay in self.replays.items():
             lines += ["", f"## Errors of {name}: the layers' own, and what reaches the layer's output", ""]
             lines += ["layers | own miss | total", "--- | --- | ---"]
@@ -140,6 +152,9 @@ class Report:
         self._plot_loss(folder / "loss.png")
         if self.overlap is not None:
             self._plot_overlap(folder / "overlap.png")
+        for final_k, table in self.ageing.items():
+            if table:
+                self._plot_ageing(folder / f"ageing-{final_k}.png", table)
 
     def _plot_loss(self, file: Path) -> None:
         from matplotlib import pyplot
@@ -157,6 +172,19 @@ class Report:
         figure.savefig(file, dpi=150)
         pyplot.close(figure)
 
+    @staticmethod
+    def _plot_ageing(file: Path, table: list[list[float]]) -> None:
+        from matplotlib import pyplot
+
+        figure, axes = pyplot.subplots(figsize=(5.5, 4.5), layout="constrained")
+        image = axes.imshow(table, vmin=0.0, vmax=1.0)
+        axes.set_xticks(range(len(STEPS)), STEPS)
+        axes.set_yticks(range(len(DISTANCES)), DISTANCES)
+        axes.set(xlabel="steps since the choice", ylabel="layers from the choice")
+        figure.colorbar(image, label="recall")
+        figure.savefig(file, dpi=150)
+        pyplot.close(figure)
+
     def _plot_overlap(self, file: Path) -> None:
         from matplotlib import pyplot
 
@@ -167,6 +195,20 @@ class Report:
         figure.colorbar(image, label="softmax mass on the selection")
         figure.savefig(file, dpi=150)
         pyplot.close(figure)
+
+
+def _ageing_table(table: list[list[float]]) -> list[str]:
+    head = ["layers", *(f"{steps} steps" for steps in STEPS)]
+    lines = [" | ".join(head), " | ".join(["---"] * len(head))]
+    for distance, row in zip(DISTANCES, table, strict=True):
+        lines.append(
+            " | ".join([str(distance), *("-" if value != value else f"{value:.3f}" for value in row)])
+        )
+    return [
+        *lines,
+        "",
+        "Without sinks and window. Along the first row and column one age grows, elsewhere both do.",
+    ]
 
 
 def _list_table(layers: list[Follower]) -> list[str]:

@@ -165,7 +165,8 @@ def test_a_plan_begins_anew_where_the_host_does_not_bring_the_exact_prefix_back(
 
     def answer_on(server, *, push_out: bool):
         ask(server, known + random_ids(40, random.Random(1)), new_tokens=1, top=0)
-        ask(server, ids, new_tokens=1, top=0, blockreuse_spans=spans, blockreuse_mode="compile")
+        compiled = {"blockreuse_spans": spans, "blockreuse_mode": "compile"}
+        server.generate(input_ids=ids, sampling_params={"max_new_tokens": 1, "custom_params": compiled})
         for seed in range(3 if push_out else 0):
             one_off(server, seed)
         return ask(server, ids, new_tokens=3, top=4, blockreuse_spans=spans)

@@ -149,6 +149,8 @@ def other_configs() -> Iterator[Config]:
         "top-k of a pool",
         lambda: top_k.top_k(scores, lens, 256, positions_RXW=pool, row_lens_R=lens, chunk_len=16384),
     )
+    for rotary_dim in (64, 80, 128, 256):
+        yield Config(f"angles rotary{rotary_dim}", lambda r=rotary_dim: _angles(r))
     bf16 = torch.bfloat16
     cases = [(geometry, bf16, 1, True, geometry.head_dim) for geometry in ALL_GEOMETRIES]
     cases += [(LLAMA, dtype, 1, True, 128) for dtype in (torch.float16, torch.float32, torch.float8_e4m3fn)]
@@ -164,6 +166,11 @@ def other_configs() -> Iterator[Config]:
             lambda g=geometry, d=dtype, p=page_size, n=is_neox, r=rotary_dim: _rotate(g, d, p, n, r),
             90 if dtype == torch.float8_e4m3fn else 80,
         )
+
+
+def _angles(rotary_dim: int) -> None:
+    table, positions = torch.zeros((4096, rotary_dim)), torch.arange(17)
+    rotate_copy.cached_cos_sin(table, positions, positions)
 
 
 def _rotate(geometry: Geometry, dtype: torch.dtype, page_size: int, is_neox: bool, rotary_dim: int) -> None:

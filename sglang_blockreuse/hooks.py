@@ -100,6 +100,16 @@ def logits_metadata(original: Callable[..., Any], cls: type, forward_batch: Any)
     return original(cls, per_request)
 
 
+def after_load_batch(result: Any, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
+    """Give the batch that a captured prefill replays what the host leaves behind when it copies it field by field."""
+    fold = fold_of(forward_batch)
+    if fold is not None:
+        static_batch, _ = result
+        attach(static_batch, fold)
+        # it has a place for each row, and logits are computed for each request
+        static_batch.next_token_logits_buffer = None
+
+
 def after_model_forward(
     result: Any, model_runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
 ) -> None:

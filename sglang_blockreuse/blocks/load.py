@@ -91,8 +91,10 @@ class KvLoader:
             ],
             self.device,
         )
-        # on the CPU all of this is done in this thread: every token and layer is read, rotated and written once
-        source_T, target_T = torch.cat(homes)[home_T], slot_table.view(-1)[entry_T]
+        self._move(torch.cat(homes)[home_T], slot_table.view(-1)[entry_T], old_T, new_T)
+
+    def _move(self, source_T: Tensor, target_T: Tensor, old_T: Tensor, new_T: Tensor) -> None:
+        """The device's part, on the CPU in this thread: read, rotated and written once for each token and layer."""
         for group, k_layers, v_layers in self._groups:
             cos, sin = group.cos_sin(old_T, new_T, self._kernels.cached_cos_sin)
             self._kernels.rotate_copy(k_layers, v_layers, source_T, target_T, cos, sin, is_neox=group.is_neox)

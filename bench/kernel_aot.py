@@ -163,6 +163,8 @@ def _verbs(geometry: Geometry, num_lists: int) -> dict[str, Callable[[], object]
 
 
 def other_configs() -> Iterator[Config]:
+    for rotary_dim in (64, 80, 128, 256):
+        yield Config(f"angles rotary{rotary_dim}", lambda r=rotary_dim: _angles(r))
     bf16 = torch.bfloat16
     cases = [(geometry, bf16, 1, True, geometry.head_dim) for geometry in ALL_GEOMETRIES]
     cases += [(LLAMA, dtype, 1, True, 128) for dtype in (torch.float16, torch.float32, torch.float8_e4m3fn)]
@@ -178,6 +180,11 @@ def other_configs() -> Iterator[Config]:
             lambda g=geometry, d=dtype, p=page_size, n=is_neox, r=rotary_dim: _rotate(g, d, p, n, r),
             90 if dtype == torch.float8_e4m3fn else 80,
         )
+
+
+def _angles(rotary_dim: int) -> None:
+    table, positions = torch.zeros((4096, rotary_dim)), torch.arange(17)
+    rotate_copy.cached_cos_sin(table, positions, positions)
 
 
 def _rotate(geometry: Geometry, dtype: torch.dtype, page_size: int, is_neox: bool, rotary_dim: int) -> None:

@@ -168,6 +168,18 @@ class Dispatcher:
                 k_layers, v_layers, src_slots_T, dst_slots_T, cos_TF, sin_TF, is_neox=is_neox
             )
 
+    def cached_cos_sin(self, cos_sin_cache: Tensor, old_T: Tensor, new_T: Tensor) -> tuple[Tensor, Tensor]:
+        """See `reference.cached_cos_sin`."""
+        if self.choice != "reference" and cpu_rotate_copy.covers_table(cos_sin_cache):
+            return cpu_rotate_copy.cached_cos_sin(cos_sin_cache, old_T, new_T)
+        operands = Operands(cos_sin_cache.device.type, cos_sin_cache.dtype, cos_sin_cache.dtype, 1, 1, 1)
+        if self.kind_for("cached_cos_sin", operands) == "triton":
+            angles: tuple[Tensor, Tensor] = _triton("cached_cos_sin", "rotate_copy")(
+                cos_sin_cache, old_T, new_T
+            )
+            return angles
+        return reference.cached_cos_sin(cos_sin_cache, old_T, new_T)
+
 
 @cache
 def _triton(function: str, module: str | None = None) -> Callable[..., Any]:

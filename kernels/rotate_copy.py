@@ -105,17 +105,85 @@ def rotate_copy(
     )
 
 
-def warm_up(k_table: PoolTable, v_table: PoolTable, half: int, *, is_neox: bool) -> None:
-    """Compile what serving launches, by moving a slot that nobody reads onto itself: slot 0, the host's padding."""
+def cached_cos_sin(cos_sin_cache: Tensor, old_T: Tensor, new_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Triton twin of `reference.cached_cos_sin` for a float32 table [P, 2F]: float32 [T, F] each, in one launch.
+
+    Positions are int64 and lie in the table: the caller answers for that.
+    """
+    num_tokens, half = old_T.shape[0], cos_sin_cache.shape[-1] // 2
+    # each at an address of its own: the copy is compiled for operands that begin at multiples of 16 bytes
+    cos_TF, sin_TF = (
+        torch.empty((num_tokens, half), dtype=torch.float32, device=old_T.device) for _ in range(2)
+    )
+    if num_tokens:
+        block_f = triton.next_power_of_2(max(half, 1))
+        block_t = max(1, 1024 // block_f)
+        _cos_sin_kernel[(triton.cdiv(num_tokens, block_t),)](
+            cos_sin_cache,
+            old_T,
+            new_T,
+            cos_TF,
+            sin_TF,
+            num_tokens,
+            cos_sin_cache.stride(0),
+            F=half,
+            BLOCK_F=block_f,
+            BLOCK_T=block_t,
+        )
+    return cos_TF, sin_TF
+
+
+def warm_up(k_table: PoolTable, v_table: PoolTable, cos_sin_cache: Tensor | None, *, is_neox: bool) -> None:
+    """Compile what serving launches, by moving a slot that nobody reads onto itself: slot 0, the host's padding.
+
+    cos_sin_cache: the layers' table of angles [P, 2F]; None for layers whose keys are not rotated.
+    """
     slot = torch.zeros(1, dtype=torch.int64, device=k_table.pointers_L.device)
-    angle = torch.zeros((1, half), device=slot.device)
-    rotate_copy(k_table, v_table, slot, slot, angle.cos(), angle, is_neox=is_neox)
+    if cos_sin_cache is None:
+        cos, sin = torch.empty((2, 1, 0), device=slot.device)
+    else:
+        cos, sin = cached_cos_sin(cos_sin_cache, slot, slot)
+    # the types that serving has: slots of homes are int64, the host's page table is int32
+    rotate_copy(k_table, v_table, slot, slot.int(), cos, sin, is_neox=is_neox)
 
 
 def _table(pools: Tensor | Sequence[Tensor] | PoolTable) -> PoolTable:
     if isinstance(pools, PoolTable):
         return pools
     return PoolTable.of([pools] if isinstance(pools, Tensor) else pools)
+
+
+# positions are parts of one upload and begin anywhere in it
+@triton.jit(
+    do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["old_positions", "new_positions"]
+)
+def _cos_sin_kernel(
+    table,
+    old_positions,
+    new_positions,
+    cos_out,
+    sin_out,
+    num_tokens,
+    stride_position,
+    F: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    live = token < num_tokens
+    old = tl.load(old_positions + token, mask=live, other=0).to(tl.int64) * stride_position
+    new = tl.load(new_positions + token, mask=live, other=0).to(tl.int64) * stride_position
+    i = tl.arange(0, BLOCK_F)
+    inside = live[:, None] & (i < F)[None, :]
+    # products of float32 are exact in float64, so a fused multiply-add rounds as the reference does
+    co = tl.load(table + old[:, None] + i[None, :], mask=inside, other=1.0).to(tl.float64)
+    so = tl.load(table + old[:, None] + F + i[None, :], mask=inside, other=0.0).to(tl.float64)
+    cn = tl.load(table + new[:, None] + i[None, :], mask=inside, other=1.0).to(tl.float64)
+    sn = tl.load(table + new[:, None] + F + i[None, :], mask=inside, other=0.0).to(tl.float64)
+    square = co * co + so * so
+    out = token.to(tl.int64)[:, None] * F + i[None, :]
+    tl.store(cos_out + out, ((cn * co + sn * so) / square).to(tl.float32), mask=inside)
+    tl.store(sin_out + out, ((sn * co - cn * so) / square).to(tl.float32), mask=inside)
 
 
 # one compiled kernel for any number of tokens: lengths of serving must not reach the compiler

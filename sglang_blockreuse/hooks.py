@@ -9,8 +9,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from .blocks.probe import Probe, probing
 from .blocks.rows import attach, fold_of, unfold
 from .blocks.step import PrefillSteps
@@ -93,14 +91,23 @@ def logits_metadata(original: Callable[..., Any], cls: type, forward_batch: Any)
     fold = fold_of(forward_batch)
     if fold is None or fold.unread:
         return original(cls, forward_batch)
-    lens = forward_batch.extend_seq_lens
     per_request = dataclasses.replace(
         forward_batch,
-        extend_seq_lens=torch.tensor(fold.tokens, dtype=lens.dtype, device=lens.device),
+        extend_seq_lens=fold.tokens_B.to(forward_batch.extend_seq_lens.dtype),
         extend_seq_lens_cpu=list(fold.tokens),
         extend_logprob_start_lens_cpu=list(fold.logprob_starts),
     )
     return original(cls, per_request)
+
+
+def after_load_batch(result: Any, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
+    """Give the batch that a captured prefill replays what the host leaves behind when it copies it field by field."""
+    fold = fold_of(forward_batch)
+    if fold is not None:
+        static_batch, _ = result
+        attach(static_batch, fold)
+        # it has a place for each row, and logits are computed for each request
+        static_batch.next_token_logits_buffer = None
 
 
 def after_model_forward(

@@ -196,6 +196,12 @@ CONTRACT: tuple[HostName, ...] = (
         ("forward_batch",),
     ),
     HostName(
+        _SRT + "model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.load_batch",
+        "hook",
+        "a captured prefill knows its fold",
+        ("self", "forward_batch"),
+    ),
+    HostName(
         _SRT + "model_executor.model_runner.ModelRunner.forward",
         "hook",
         "unfold for sampling",
@@ -739,6 +745,10 @@ def install_hooks() -> None:
             "layers.logits_processor.LogitsMetadata.from_forward_batch": (
                 hooks.logits_metadata,
                 HookType.AROUND,
+            ),
+            "model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.load_batch": (
+                hooks.after_load_batch,
+                HookType.AFTER,
             ),
             "model_executor.model_runner.ModelRunner.forward": (hooks.after_model_forward, HookType.AFTER),
         }

@@ -248,6 +248,7 @@ class Fold:
 
     num_rows: int
     tokens: tuple[int, ...]  # computed tokens per request
+    tokens_B: Any  # the same beside the batch, int64 [requests], for what runs behind the model
     logprob_starts: tuple[int, ...]  # first computed token per request that wants input log-probabilities
     per_request: dict[str, Any]  # fields of the host's forward batch as they are without a fold
     last_rows: tuple[int, ...]  # of each request, the row that holds its last position

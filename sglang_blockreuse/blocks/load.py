@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,27 @@ from torch import Tensor
 
 from ..kernels import cpu_rotate_copy
 from ..kernels.dispatch import Dispatcher
-from ..types import Interval, LocalSegment, RequestState
+from ..types import RequestState
 from .host_copy import HostHomes
 from .intervals import positions_of
 from .rope import RopeGroup, UnsupportedRope
 from .tiers import on_device
+from .upload import upload
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """What one request copies in a step. Dims: T its copied tokens, ascending"""
+
+    row: int  # of the host's page table
+    homes: Sequence[Tensor]  # int64, slots of the homes in question
+    home_T: NDArray[np.int64]  # place among those slots, one behind the other
+    old_T: NDArray[np.int64]  # position at the home
+    new_T: NDArray[np.int64]  # position in the request
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.new_T)
 
 
 class KvLoader:
@@ -42,57 +58,56 @@ class KvLoader:
             elif self.device.type == "cuda":
                 from ..kernels import rotate_copy
 
-                half = 0 if group.table is None else group.table.shape[1] // 2
-                rotate_copy.warm_up(k_table, v_table, half, is_neox=group.is_neox)
+                rotate_copy.warm_up(k_table, v_table, group.table, is_neox=group.is_neox)
 
-    def load(self, state: RequestState, row_slots: Tensor, low: int, high: int) -> int:
-        """Copy the part of the plan that lies in the chunk [low, high).
+    def find(self, state: RequestState, row: int, low: int, high: int) -> Copies:
+        """What the plan copies in the chunk [low, high) of a request whose slots are a row of the page table.
 
-        row_slots: the request's slots by position, int [>= high].
-        Returns the number of copied tokens. Homes in host memory are not its business, see host_copy.py.
+        Homes in host memory are not its business, see host_copy.py.
         """
         assert state.plan is not None
-        pieces = list(on_device(state, state.plan.copies_within(low, high)))
-        if not pieces:
-            return 0
-        home_T, places = _places(state.plan.segments, state.home_slots, pieces)
-        old_T, new_T, place_T = self._to_device(places).unbind()
-        self._move(home_T[place_T].long(), row_slots[new_T].long(), old_T, new_T)
-        return new_T.numel()
+        segments, pieces = state.plan.segments, list(on_device(state, state.plan.copies_within(low, high)))
+        first, last = (pieces[0][0], pieces[-1][0] + 1) if pieces else (0, 0)
+        homes = state.home_slots[first:last]
+        behind = np.cumsum([0, *(len(home) for home in homes)])
+        lens = [len(part) for _, part in pieces]
+        deltas = np.array([segments[at].delta for at, _ in pieces], dtype=np.int64)
+        begins = np.array(
+            [segments[at].interval.start - behind[at - first] for at, _ in pieces], dtype=np.int64
+        )
+        new_T = positions_of([part for _, part in pieces])
+        return Copies(row, homes, new_T - np.repeat(begins, lens), new_T - np.repeat(deltas, lens), new_T)
+
+    def load(self, copies: Sequence[Copies], slot_table: Tensor) -> None:
+        """Take over what some requests copy: for all of them one upload, and one copy for each group of layers.
+
+        slot_table: int32 [request slots, positions], the host's page table.
+        """
+        copies = [c for c in copies if c.num_tokens]
+        if not copies:
+            return
+        homes = [slots for c in copies for slots in c.homes]
+        behind = np.cumsum([0, *(sum(len(slots) for slots in c.homes) for c in copies)])
+        old_T, new_T, home_T, entry_T = upload(
+            [
+                np.concatenate([c.old_T for c in copies]),
+                np.concatenate([c.new_T for c in copies]),
+                np.concatenate([c.home_T + first for c, first in zip(copies, behind[:-1], strict=True)]),
+                np.concatenate([c.new_T + c.row * slot_table.shape[1] for c in copies]),
+            ],
+            self.device,
+        )
+        self._move(torch.cat(homes)[home_T], slot_table.view(-1)[entry_T], old_T, new_T)
 
     def on_host(self, controller: Any) -> HostHomes:
         """The same for homes in host memory. controller: the host's HybridCacheController."""
         return HostHomes(controller, self._k_buffers, [group for group, _, _ in self._groups])
 
-    def _to_device(self, places: NDArray[np.int64]) -> Tensor:
-        """Without waiting for what the device does: memory that is not pinned would be copied behind it."""
-        held = torch.from_numpy(places)
-        return held if self.device.type == "cpu" else held.pin_memory().to(self.device, non_blocking=True)
-
     def _move(self, source_T: Tensor, target_T: Tensor, old_T: Tensor, new_T: Tensor) -> None:
         """The device's part, on the CPU in this thread: read, rotated and written once for each token and layer."""
         for group, k_layers, v_layers in self._groups:
-            cos, sin = group.cos_sin(old_T, new_T)
+            cos, sin = group.cos_sin(old_T, new_T, self._kernels.cached_cos_sin)
             self._kernels.rotate_copy(k_layers, v_layers, source_T, target_T, cos, sin, is_neox=group.is_neox)
-
-
-def _places(
-    segments: Sequence[LocalSegment], home_slots: Sequence[Tensor], pieces: Sequence[tuple[int, Interval]]
-) -> tuple[Tensor, NDArray[np.int64]]:
-    """Where the tokens of the pieces (segment, positions in the request; ascending) stand: whatever their number, a
-    few operations of the device and one copy to it.
-
-    Returns the slots of the homes in question one behind the other, and int64 [3, tokens]: the position at the home,
-    the one in the request, and the place among those slots.
-    """
-    first, last = pieces[0][0], pieces[-1][0] + 1
-    homes = home_slots[first:last]
-    behind = np.cumsum([0, *(len(home) for home in homes)])
-    lens = [len(part) for _, part in pieces]
-    new_T = positions_of([part for _, part in pieces])
-    delta_T = np.repeat([segments[at].delta for at, _ in pieces], lens)
-    begin_T = np.repeat([segments[at].interval.start - behind[at - first] for at, _ in pieces], lens)
-    return torch.cat(tuple(homes)), np.stack([new_T - delta_T, new_T, new_T - begin_T])
 
 
 def _table(buffers: Sequence[Tensor], layers: Sequence[int]) -> Any:

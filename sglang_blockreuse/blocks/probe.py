@@ -17,12 +17,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..types import Interval
 from .intervals import positions_of
 from .policy import Evidence
+from .upload import upload
 
 Kind = Literal["question", "deviation", "guard"]
 
@@ -73,15 +73,9 @@ class Subject:
     def num_tokens(self) -> int:
         return sum(len(r) for r in self.rows)
 
-    def positions(self) -> Tensor:
-        return torch.from_numpy(positions_of(self.rows))
-
-    def begin(self) -> None:
-        """Bring what the layers ask for to the pool's device, once per forward."""
-        device = self.slots_N.device
-        self.at_T = self.positions().to(device, non_blocking=True)
-        if self.asked_T is not None:
-            self.asked_T = self.asked_T.to(device, non_blocking=True)
+    @property
+    def measured(self) -> Tensor | None:
+        return self.attention_3N if self.attention_3N is not None else self.change_2T
 
 
 @dataclass(slots=True)
@@ -119,8 +113,17 @@ class Probe:
 
     def begin(self, keys: Callable[[int], Tensor]) -> None:
         """keys: the key pool [S, H, D] of a layer, which still holds what was loaded."""
+        nobody = np.empty(0, dtype=np.int64)
+        numbers = [
+            part
+            for s in self.subjects
+            for part in (positions_of(s.rows), nobody if s.asked_T is None else s.asked_T.numpy())
+        ]
+        there = iter(upload(numbers, self.subjects[0].slots_N.device))
         for subject in self.subjects:
-            subject.begin()
+            subject.at_T, asked_T = next(there), next(there)
+            if subject.asked_T is not None:
+                subject.asked_T = asked_T
             layer = self._compared.get(subject.kind)
             if layer is not None:
                 subject.old_THD = keys(layer)[subject.slots_N[subject.at_T]]
@@ -138,18 +141,16 @@ class Probe:
             raise ProbeDone
 
     def evidence(self) -> list[Evidence]:
-        """What was found, per subject, equal on every rank."""
-        return [self._evidence(subject) for subject in self.subjects]
-
-    def _evidence(self, subject: Subject) -> Evidence:
-        if subject.attention_3N is not None:
-            return Evidence(attention_3N=_numpy(self.reduce(subject.attention_3N)))
-        if subject.change_2T is None:
-            return Evidence()
-        change_T, norm_T = self.reduce(subject.change_2T).cpu().sqrt()
-        deviation_N = torch.zeros(len(subject.slots_N))
-        deviation_N[subject.positions()] = change_T / norm_T.clamp_min(1e-6)
-        return Evidence(deviation_N=_numpy(deviation_N))
+        """What was found, per subject, equal on every rank. The host waits for the probe here, once."""
+        measured = [s.measured for s in self.subjects if s.measured is not None]
+        if not measured:
+            return [Evidence() for _ in self.subjects]
+        flat = self.reduce(torch.cat([values.flatten() for values in measured])).cpu()
+        parts = iter(flat.split([values.numel() for values in measured]))
+        return [
+            Evidence() if s.measured is None else _evidence(s, next(parts).view(s.measured.shape))
+            for s in self.subjects
+        ]
 
 
 def question_layers(num_layers: int) -> range:
@@ -190,6 +191,11 @@ def _attend(subject: Subject, q_TQD: Tensor, k_SHD: Tensor, v_SHD: Tensor, *, sc
     subject.attention_3N = found_3N if subject.attention_3N is None else subject.attention_3N + found_3N
 
 
-def _numpy(values: Tensor) -> NDArray[np.float32]:
-    found: NDArray[np.float32] = values.float().cpu().numpy()
-    return found
+def _evidence(subject: Subject, measured: Tensor) -> Evidence:
+    """measured: what the subject's ranks found together, on the host."""
+    if subject.attention_3N is not None:
+        return Evidence(attention_3N=measured.numpy())
+    change_T, norm_T = measured.sqrt()
+    deviation_N = torch.zeros(len(subject.slots_N))
+    deviation_N[torch.from_numpy(positions_of(subject.rows))] = change_T / norm_T.clamp_min(1e-6)
+    return Evidence(deviation_N=deviation_N.numpy())

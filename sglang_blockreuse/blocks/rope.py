@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,11 +52,17 @@ class RopeGroup:
     )  # float32 [max_position, rotary_dim]: cos | sin; None: keys do not depend on position
     is_neox: bool
 
-    def cos_sin(self, old_T: Tensor, new_T: Tensor) -> tuple[Tensor, Tensor]:
-        """float32 [T, rotary_dim / 2] tables that move keys from positions old to new."""
+    def cos_sin(
+        self,
+        old_T: Tensor,
+        new_T: Tensor,
+        angles: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = cached_cos_sin,
+    ) -> tuple[Tensor, Tensor]:
+        """float32 [T, rotary_dim / 2] tables that move keys from positions old to new. angles: who computes them."""
         if self.table is None:
-            return torch.ones(1, 0, device=old_T.device), torch.zeros(1, 0, device=old_T.device)
-        return cached_cos_sin(self.table, old_T, new_T)
+            nothing = torch.empty(1, 0, device=old_T.device)
+            return nothing, nothing
+        return angles(self.table, old_T, new_T)
 
 
 def find_ropes(model: torch.nn.Module, num_layers: int, *, attn_backend: Any = None) -> list[RopeGroup]:

@@ -17,10 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..types import Fold, Interval
 from .fields import FORWARD_BATCH, SCHEDULE_BATCH, named
 from .intervals import lie_in, positions_of
+from .upload import upload
 
 FOLD_KEY = "blockreuse_fold"
 MUST_BE_EMPTY = named(SCHEDULE_BATCH, "refused")
@@ -44,44 +46,46 @@ def fold_batch(
     """
     if unknown := [name for name in MUST_BE_EMPTY if getattr(batch, name, None) is not None]:
         raise ValueError(f"a batch with {', '.join(unknown)} cannot be folded")
-    rows = [(i, run) for i, runs in enumerate(runs_per_request) for run in runs]
-    kept, offset = [], 0
-    for prefix, extend, runs in zip(batch.prefix_lens, batch.extend_lens, runs_per_request, strict=True):
-        kept += [Interval(offset + r.start - prefix, offset + r.end - prefix) for r in runs]
-        offset += extend
-    keep = torch.from_numpy(positions_of(kept))
-    device = batch.seq_lens.device
-    row_request_cpu = torch.tensor([i for i, _ in rows])
-    row_request = row_request_cpu.to(device)
-    keep_device = keep.to(device)
-    ends = torch.tensor([run.end for _, run in rows], dtype=torch.int64)
-    tokens = tuple(sum(len(r) for r in runs) for runs in runs_per_request)
+    runs = [run for runs in runs_per_request for run in runs]
+    request_R = np.repeat(np.arange(len(batch.reqs)), [len(runs) for runs in runs_per_request])
+    extends = np.array(batch.extend_lens, dtype=np.int64)
+    # where position 0 of each request would stand among the batch's tokens
+    origins = np.cumsum(extends) - extends - np.array(batch.prefix_lens, dtype=np.int64)
+    starts_R, ends_R = _bounds(runs)
+    kept_T = positions_of(runs) + np.repeat(origins[request_R], ends_R - starts_R)
+    tokens_B = np.bincount(request_R, ends_R - starts_R, minlength=len(batch.reqs)).astype(np.int64)
+    row_request, keep, ends, tokens_there = upload(
+        [request_R, kept_T, ends_R, tokens_B], batch.seq_lens.device
+    )
+    tokens = tuple(tokens_B.tolist())
 
     folded = copy.copy(batch)
-    folded.reqs = [batch.reqs[i] for i, _ in rows]
-    folded.input_ids = batch.input_ids[keep.to(batch.input_ids.device)]
-    folded.out_cache_loc = batch.out_cache_loc[keep_device]
+    owners = request_R.tolist()
+    folded.reqs = [batch.reqs[i] for i in owners]
+    folded.input_ids = batch.input_ids[keep if batch.input_ids.device == keep.device else kept_T]
+    folded.out_cache_loc = batch.out_cache_loc[keep]
     folded.req_pool_indices = batch.req_pool_indices[row_request]
-    folded.req_pool_indices_cpu = batch.req_pool_indices_cpu[row_request_cpu]
-    folded.prefix_lens = [run.start for _, run in rows]
-    folded.extend_lens = [len(run) for _, run in rows]
-    folded.extend_num_tokens = int(keep.numel())
-    folded.seq_lens = ends.to(device=device, dtype=batch.seq_lens.dtype)
-    folded.seq_lens_cpu = ends
-    folded.seq_lens_sum = int(ends.sum())
+    folded.req_pool_indices_cpu = batch.req_pool_indices_cpu[torch.from_numpy(request_R)]
+    folded.prefix_lens = starts_R.tolist()
+    folded.extend_lens = (ends_R - starts_R).tolist()
+    folded.extend_num_tokens = len(kept_T)
+    folded.seq_lens = ends.to(batch.seq_lens.dtype)
+    folded.seq_lens_cpu = torch.from_numpy(ends_R)
+    folded.seq_lens_sum = int(ends_R.sum())
     folded.orig_seq_lens = batch.orig_seq_lens[row_request]
     if batch.multimodal_inputs is not None:
-        folded.multimodal_inputs = [batch.multimodal_inputs[i] for i, _ in rows]
+        folded.multimodal_inputs = [batch.multimodal_inputs[i] for i in owners]
     if batch.replace_positions is not None:
-        folded.replace_embeds, folded.replace_positions = _moved_overrides(batch, keep_device, offset)
+        folded.replace_embeds, folded.replace_positions = _moved_overrides(batch, keep, int(extends.sum()))
     # consulted per request when the host gathers grammars and log-probabilities
     folded.has_grammar = False
-    folded.extend_logprob_start_lens = [0] * len(rows)
+    folded.extend_logprob_start_lens = [0] * len(runs)
     if unread:
         folded.return_logprob, folded.extend_input_logprob_token_ids = False, None
     return folded, Fold(
-        num_rows=len(rows),
+        num_rows=len(runs),
         tokens=tokens,
+        tokens_B=tokens_there,
         logprob_starts=tuple(
             # everything from the first wanted log-probability on is computed, so it counts from the end
             max(0, computed - (extend - start))
@@ -101,6 +105,12 @@ def fold_batch(
         repair_T=repair_T,
         unread=unread,
     )
+
+
+def _bounds(runs: Sequence[Interval]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where each run starts and ends."""
+    starts, ends = np.array([(run.start, run.end) for run in runs], dtype=np.int64).reshape(-1, 2).T.copy()
+    return starts, ends
 
 
 def _last_rows(runs_per_request: Sequence[Sequence[Interval]]) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..metrics import Metrics
 from ..types import Fold, Interval
 from .faults import is_device_error
 from .host_copy import HostHomes
-from .load import KvLoader
+from .load import Copies, KvLoader
 from .manager import BlockManager, plan_of
 from .measure import Measures, Part, RunForward, everything_copied, plan_to_run
 from .pieces import spill
@@ -84,14 +84,16 @@ class PrefillSteps:
 
         def fold() -> None:
             nonlocal folded
-            folded = self._fold(batch, parts, run)
+            folded = self._fold(batch, parts, req_to_token, run)
 
         if self._fails(parts, fold):
             # no batch of this kind can be folded, on any rank: every position has a slot, all is computed
             self._lose(parts)
         return folded
 
-    def _fold(self, batch: Any, parts: list[Part], run: RunForward) -> tuple[Any, Fold | None]:
+    def _fold(
+        self, batch: Any, parts: list[Part], req_to_token: Tensor, run: RunForward
+    ) -> tuple[Any, Fold | None]:
         runs = [
             [Interval(low, low + extend)]
             for low, extend in zip(batch.prefix_lens, batch.extend_lens, strict=True)
@@ -100,9 +102,7 @@ class PrefillSteps:
         for part in parts:
             admitted[part.index] = plan_to_run(part).num_computed(part.low, part.high)
         self._operands.append([slots for part in parts for slots in part.state.home_slots or ()])
-        if self._host_homes is not None:
-            self._host_homes.wait()
-        parts, num_copied = self._load_all(parts)
+        parts, num_copied = self._load(parts, req_to_token)
         parts = self._measure(batch, parts, run)
         repairs: list[list[Interval]] = [[] for _ in runs]
         for part in parts:
@@ -172,34 +172,57 @@ class PrefillSteps:
 
     # -- loading ---------------------------------------------------------------------------
 
-    def _load_all(self, parts: Sequence[Part]) -> tuple[list[Part], int]:
+    def _load(self, parts: Sequence[Part], req_to_token: Tensor) -> tuple[list[Part], int]:
         """Take over what the plans copy. Returns the parts that are loaded and how many tokens that were."""
+        assert self._loader is not None
         started = time.perf_counter()
-        failed = [self._fails([part], lambda part=part: self._load(part)) for part in parts]
+        loader, copies = self._loader, {}  # by index in the batch
+        failed = [self._fails([part], lambda part=part: copies.update(self._find(part))) for part in parts]
+        # what another rank fails to find is computed there and here, whether or not it is copied here first
+        if self._fails(parts, lambda: loader.load(list(copies.values()), req_to_token)):
+            failed = [True] * len(parts)
         self._metrics.add("copy_seconds_total", time.perf_counter() - started)
+        num_fetched = self._fetch(parts, failed)
         loaded = self._surviving(parts, failed)
-        num_copied = num_path = 0
-        for part in loaded:
-            for index, piece in plan_to_run(part).copies_within(part.low, part.high):
-                num_copied += len(piece)
-                num_path += len(piece) if plan_to_run(part).segments[index].is_path else 0
+        num_copied = sum(copies[part.index].num_tokens + num_fetched[part.index] for part in loaded)
+        num_path = sum(
+            len(piece)
+            for part in loaded
+            for index, piece in plan_to_run(part).copies_within(part.low, part.high)
+            if plan_to_run(part).segments[index].is_path
+        )
         if num_path:
             # counted here, because a plan is made anew for every step that has no room for its request
             self._metrics.add("path_tokens_total", num_path)
         return loaded, num_copied
 
-    def _load(self, part: Part) -> None:
+    def _fetch(self, parts: Sequence[Part], failed: list[bool]) -> Counter[int]:
+        """The same for homes in host memory: tokens by index in the batch. Marks in `failed` whose fetch failed."""
+        num_fetched: Counter[int] = Counter()
+        host = self._host_homes
+        if host is None:
+            return num_fetched
+        started = time.perf_counter()
+        host.wait()
+
+        def fetch(part: Part) -> None:
+            num_fetched[part.index] = host.load(part.state, part.row_slots, part.low, part.high)
+
+        for at, part in enumerate(parts):
+            failed[at] = failed[at] or self._fails([part], lambda part=part: fetch(part))
+        if num_fetched.total():
+            self._metrics.add("host_copy_seconds_total", time.perf_counter() - started)
+        return num_fetched
+
+    def _find(self, part: Part) -> dict[int, Copies]:
+        """What the part copies, as the host knows it; nothing is copied yet."""
         assert self._loader is not None
         if self._measures.wanted(part):
             part.state.plan = everything_copied(plan_to_run(part))
         if self.announce is not None:
             self.announce(part.row_slots[part.low : part.high])
-        self._loader.load(part.state, part.row_slots, part.low, part.high)
-        if self._host_homes is not None:
-            started = time.perf_counter()
-            if self._host_homes.load(part.state, part.row_slots, part.low, part.high):
-                self._metrics.add("host_copy_seconds_total", time.perf_counter() - started)
         self._tag(part)
+        return {part.index: self._loader.find(part.state, part.req.kv.req_pool_idx, part.low, part.high)}
 
     def _tag(self, part: Part) -> None:
         if self.tags is not None:

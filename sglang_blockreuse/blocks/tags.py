@@ -6,11 +6,13 @@ section 5.4). Tags are kept only where one of the two is not 0: off costs nothin
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..kernels.reference import TAG_FALSE_SINK, TAG_LOCAL
 from ..types import Interval, LocalSegment, RequestState
+from .upload import upload
 
 
 class SlotTags:
@@ -36,23 +38,29 @@ class SlotTags:
         What a local path held keeps the tags that it had there.
         row_slots: the request's slots by position.
         """
-        self.written(row_slots[low:high].long())
+        slots = row_slots[low:high].long()
         if state.plan is None:
+            self.written(slots)
             return
+        tags = np.zeros(high - low, dtype=np.int64)
+        paths = []
         for index, part in state.plan.copies_within(low, high):
-            slots = row_slots[part.start : part.end].long()
+            # a chunk may end inside a copy, and its last position is computed all the same
+            part = part.clip(low, high - 1)
             segment = state.plan.segments[index]
             if segment.is_path:
-                offset = part.start - segment.interval.start
-                self.values_S[slots] = self.values_S[state.home_slots[index][offset : offset + len(part)]]
+                paths.append((index, part))
                 continue
-            self.values_S[slots] = TAG_LOCAL
+            tags[part.start - low : part.end - low] = TAG_LOCAL
             sinks = self._false_sinks(segment).clip(part.start, part.end)
             if len(sinks):
-                self.values_S[row_slots[sinks.start : sinks.end].long()] = TAG_LOCAL | TAG_FALSE_SINK
-        for run in state.plan.runs_within(low, high):
-            # a chunk may end inside a copy, and its last position is computed all the same
-            self.written(row_slots[run.start : run.end].long())
+                tags[sinks.start - low : sinks.end - low] = TAG_LOCAL | TAG_FALSE_SINK
+        (found,) = upload([tags], slots.device)
+        self.values_S[slots] = found.to(torch.uint8)
+        for index, part in paths:
+            offset = part.start - state.plan.segments[index].interval.start
+            held = self.values_S[state.home_slots[index][offset : offset + len(part)]]
+            self.values_S[slots[part.start - low : part.end - low]] = held
 
     def _false_sinks(self, segment: LocalSegment) -> Interval:
         """S' of one block: its leading tokens without the sequence's; empty for the block that begins it."""

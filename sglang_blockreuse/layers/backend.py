@@ -66,11 +66,26 @@ def _build(base: Base, runner: Any, config: Config, plan: BoundPlan | None) -> A
 
         return CpuAttnBackend(runner, plan, kernels=config.kernels, timing=config.layers.timing)
     backend = cuda_class(base)(runner)
+    backend.max_captured_rows = _max_captured_rows(runner)
     if is_corrected(config):
         backend.correct(runner, alpha=config.blocks.alpha, beta=config.blocks.beta)
     if plan is not None and plan.is_sparse:
         backend.follow(runner, plan, kernels=config.kernels)
     return backend
+
+
+def _max_captured_rows(runner: Any) -> int:
+    """Rows that a captured prefill takes in place of requests.
+
+    Only the host's breakable graphs run attention and the language model's head on the batch as it is; in the others
+    both are captured for one row per request.
+    """
+    from sglang.srt.model_executor.cuda_graph_config import Backend
+    from sglang.srt.runtime_context import get_exec
+
+    config = get_exec().graph.cuda_graph_config
+    is_breakable = config is not None and config.prefill.backend == Backend.BREAKABLE
+    return int(runner.req_to_token_pool.size) if is_breakable else 0
 
 
 def cuda_class(base: Base) -> Any:

@@ -40,6 +40,7 @@ class CudaRows:
     row_modes: RowModes | None = None
     sparse: SparseDecoder | None = None
     repair: None = None  # `prefill: sparse` is served on the CPU
+    max_captured_rows = 0  # of a folded batch in a captured prefill; 0: such batches run without
     _rows: BiasedRows | None = None
     _decode: CudaDecode | None = None
     token_to_kv_pool: Any
@@ -198,8 +199,10 @@ class CudaRows:
         return ends
 
     def can_run_prefill_cuda_graph(self, forward_batch: Any) -> bool:
-        """A captured prefill has static buffers for one row per request, shows no layer, and knows no tags."""
-        return self._rows is None and self.probe is None and fold_of(forward_batch) is None
+        """A captured prefill shows no layer, knows no tags, and has static buffers for a number of rows."""
+        if self._rows is not None or self.probe is not None:
+            return False
+        return fold_of(forward_batch) is None or forward_batch.batch_size <= self.max_captured_rows
 
     def _write(
         self,

@@ -76,11 +76,31 @@ def test_the_sign_of_delta_matters():
     assert (k[1] - k[2]).abs().max() > 0.1
 
 
-def test_a_slot_that_is_source_and_destination_is_refused():
-    (k,), (v,) = (
-        pools(torch.float32, num_slots=4, num_heads=1, head_dim=16, layers=1, seed=s) for s in (0, 1)
-    )
-    with pytest.raises(ValueError, match="slot"):
-        cpu_rotate_copy.rotate_copy(
-            [k], [v], torch.tensor([0, 1]), torch.tensor([1, 2]), torch.ones(1, 8), torch.zeros(1, 8)
-        )
+@examples(30)
+@given(num_tokens=st.integers(0, 40), half=st.integers(1, 70), seed=st.integers(0, 99))
+def test_angles_have_the_bits_of_the_reference(num_tokens, half, seed):
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randn((50, 2 * half), generator=generator)
+    old, new = (torch.randint(0, 50, (num_tokens,), generator=generator) for _ in range(2))
+    old[::3] = new[::3]
+    found = cpu_rotate_copy.cached_cos_sin(table, old, new)
+    for got, want in zip(found, reference.cached_cos_sin(table, old, new), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_position_beyond_the_table_is_an_error_as_in_the_reference():
+    with pytest.raises(IndexError):
+        cpu_rotate_copy.cached_cos_sin(torch.ones(4, 8), torch.tensor([0]), torch.tensor([4]))
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [([0, 1], [1, 2]), ([0, 1], [3, 3])], ids=["read and written", "written twice"]
+)
+def test_slots_that_meet_are_refused_in_the_words_of_the_reference(source, target):
+    k, v = (pools(torch.float32, num_slots=4, num_heads=1, head_dim=16, layers=1, seed=s) for s in (0, 1))
+    operands = (torch.tensor(source), torch.tensor(target), torch.ones(1, 8), torch.zeros(1, 8))
+    with pytest.raises(ValueError, match="slot") as law:
+        reference.rotate_copy(k, v, *operands)
+    with pytest.raises(ValueError, match="slot") as mine:
+        cpu_rotate_copy.rotate_copy(k, v, *operands)
+    assert str(mine.value) == str(law.value)

@@ -14,7 +14,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from sglang_blockreuse.kernels.decode_attention import decode_attention
 from sglang_blockreuse.kernels.extend_attention import extend_attention
-from sglang_blockreuse.kernels.rotate_copy import PoolTable, rotate_copy, warm_up
+from sglang_blockreuse.kernels.rotate_copy import PoolTable, cached_cos_sin, rotate_copy, warm_up
 
 NUM_HEADS, GROUP, HEAD_DIM, NUM_SLOTS = 8, 4, 128, 700
 LENGTHS = (1, 2, 16, 17, 300)
@@ -46,18 +46,22 @@ def pools(dtype=torch.bfloat16):
 def copy(num_tokens, half=HEAD_DIM // 2):
     table = PoolTable.of([pools(), pools()])
     slots = torch.arange(num_tokens)
-    rotate_copy(
-        table, table, slots, slots + num_tokens, torch.ones(num_tokens, half), torch.zeros(num_tokens, half)
-    )
+    targets = (slots + num_tokens).int()  # entries of the host's page table
+    rotate_copy(table, table, slots, targets, torch.ones(num_tokens, half), torch.zeros(num_tokens, half))
 
 
 def test_one_rotate_copy_serves_any_number_of_tokens(keys):
     table = PoolTable.of([pools(), pools()])
-    warm_up(table, table, HEAD_DIM // 2, is_neox=True)
-    assert len(keys) == 1
+    angles = torch.ones(300, HEAD_DIM)
+    warm_up(table, table, angles, is_neox=True)
+    assert sorted(name for name, _ in keys) == ["_cos_sin_kernel", "_rotate_copy_kernel"]
+    warmed = set(keys)
     for num_tokens in LENGTHS:
         copy(num_tokens)
-    assert len(keys) == 1
+        # parts of one upload begin anywhere in it
+        old, new = torch.arange(2 * num_tokens + 1)[1:].split(num_tokens)
+        cached_cos_sin(angles, old, new)
+    assert keys == warmed
 
 
 def test_a_kernel_that_specialises_on_its_length_is_seen(monkeypatch):

@@ -155,12 +155,12 @@ def note_rope_base(result, manager, req, **start):
     wrong_base, rotations = knob(req, "testing_wrong_rope_base"), knob(req, "testing_rotations")
 
 
-def wrong_rope(original, group, old, new):
+def wrong_rope(original, group, old, new, *angles):
     if rotations is not None:
         new = old + rotations * (new - old)
     base = wrong_base or float(os.environ.get("BLOCKREUSE_TESTING_ROPE_BASE", 0))
     if not base:
-        return original(group, old, new)
+        return original(group, old, new, *angles)
     import torch
 
     dim = group.table.shape[1]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sglang_blockreuse.blocks.faults import is_device_error
+from sglang_blockreuse.blocks.load import KvLoader
 from sglang_blockreuse.blocks.manager import BlockManager
 from sglang_blockreuse.blocks.step import STEPS_IN_FLIGHT, PrefillSteps
 from sglang_blockreuse.blocks.tags import SlotTags
@@ -32,16 +33,20 @@ class Tree:
         self.held -= 1
 
 
-class Loader:
-    """Loads nothing; raises what it was told to for some requests."""
+class Loader(KvLoader):
+    """Copies nothing; raises what it was told to for some requests, or for the copy of all."""
 
     def __init__(self, errors=None):
         self.errors = errors or {}
 
-    def load(self, state, row_slots, low, high):
-        if error := self.errors.get(int(row_slots[0]) // LEN):
+    def find(self, state, row, low, high):
+        if error := self.errors.get(row):
             raise error
-        return 0
+        return super().find(state, row, low, high)
+
+    def load(self, copies, slot_table):
+        if error := self.errors.get("all"):
+            raise error
 
 
 def request(slot, *, mode="reuse"):
@@ -121,6 +126,14 @@ class TestWhatFails:
         assert reqs[1].blockreuse.plan is None
         assert reqs[0].blockreuse.plan is not None
         assert world.metrics.counts["errors_total"] == 1
+
+    def test_a_copy_that_fails_unfolds_who_copies_and_nobody_else(self):
+        world, plain = World({"all": BROKEN}), request(4, mode="off")
+        plain.blockreuse = None
+        _, fold = world.prepare(request(1), request(2), plain)
+        assert fold.tokens == (10, 10, LEN)
+        assert sum(sum(tokens) for _, tokens in world.before) == 2 * 90
+        assert world.metrics.counts["errors_total"] == 2
 
     def test_what_was_to_be_copied_is_computed_before_the_step_in_chunks(self):
         world = World({2: BROKEN})

@@ -40,9 +40,17 @@ def moved(num_blocks, *, length=8, seam=2):
     return SimpleNamespace(plan=plan, home_slots=home_slots), row
 
 
-def piece_by_piece(state, row, low, high):
+def table_of(rows):
+    """The host's page table with some of its rows; what nobody may read is beyond the pool."""
+    table = torch.full((max(rows) + 2, END), SLOTS, dtype=torch.int32)
+    for at, row in rows.items():
+        table[at] = row
+    return table
+
+
+def piece_by_piece(state, row, low, high, into=None):
     """The law: every copied token of the chunk on its own."""
-    keys, values = pools(), pools()
+    keys, values = into or (pools(), pools())
     for index, part in state.plan.copies_within(low, high):
         segment = state.plan.segments[index]
         for position in range(part.start, part.end):
@@ -63,13 +71,38 @@ def piece_by_piece(state, row, low, high):
 def test_a_chunk_takes_over_what_its_plan_copies_and_nothing_else(low, high):
     state, row = moved(90)
     keys, values = pools(), pools()
-    num = KvLoader(keys, values, ROPES, Dispatcher("reference")).load(state, row, low, high)
+    loader = KvLoader(keys, values, ROPES, Dispatcher("reference"))
+    copies = loader.find(state, 1, low, high)
+    loader.load([copies], table_of({1: row}))
+    num = copies.num_tokens
     assert num == sum(len(part) for _, part in state.plan.copies_within(low, high))
     expected = piece_by_piece(state, row, low, high)
     for mine, law, before in zip([*keys, *values], [*expected[0], *expected[1]], pools() * 2, strict=True):
         assert torch.equal(mine, law)
         # negative control: something was moved
         assert torch.equal(mine, before) == (num == 0)
+
+
+def test_requests_of_one_step_are_copied_together_each_from_its_own_homes():
+    """Two requests share a home at two offsets; a third copies nothing."""
+    state, row = moved(90)
+    twin, _ = moved(40)
+    twin.home_slots = state.home_slots[:40]
+    other = row.flip(0)[: END // 2].clone()  # of slots that the first does not copy to
+    low, high = 0, 500
+    other_row = torch.cat([other, torch.full((END - len(other),), SLOTS, dtype=torch.int32)])
+    keys, values = pools(), pools()
+    loader = KvLoader(keys, values, ROPES, Dispatcher("reference"))
+    copies = [
+        loader.find(state, 2, low, high),
+        loader.find(twin, 0, 0, 101),
+        loader.find(twin, 0, low, high),
+    ]
+    assert copies[1].num_tokens == 0
+    loader.load(copies, table_of({2: row, 0: other_row}))
+    law = piece_by_piece(twin, other_row, low, high, into=piece_by_piece(state, row, low, high))
+    for mine, expected in zip([*keys, *values], [*law[0], *law[1]], strict=True):
+        assert torch.equal(mine, expected)
 
 
 class Counting(TorchDispatchMode):
@@ -86,7 +119,9 @@ def num_operations(num_blocks):
     state, row = moved(num_blocks)
     loader = KvLoader(pools(), pools(), ROPES, Dispatcher("reference"))
     with Counting() as counting:
-        assert loader.load(state, row, 0, END) == 6 * num_blocks
+        copies = loader.find(state, 0, 0, END)
+        loader.load([copies], table_of({0: row}))
+    assert copies.num_tokens == 6 * num_blocks
     return counting.num
 
 

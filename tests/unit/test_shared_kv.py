@@ -164,7 +164,7 @@ class TestMovingBlocks:
             0, 40, (segment,), (Copy(Interval(20, 30), 0),), (Interval(0, 20), Interval(30, 40)), 0, 30
         )
         loader = KvLoader(pool.k_buffer, pool.v_buffer, groups, Dispatcher("reference"))
-        loader.load(SimpleNamespace(plan=plan, home_slots=[home]), row, 0, 40)
+        loader.load([loader.find(SimpleNamespace(plan=plan, home_slots=[home]), 0, 0, 40)], row[None])
         return pool, row[20:30]
 
     def test_each_buffer_is_rotated_once(self):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_blockreuse.kernels import reference
-from sglang_blockreuse.kernels.rotate_copy import PoolTable, rotate_copy
+from sglang_blockreuse.kernels.rotate_copy import PoolTable, cached_cos_sin, rotate_copy
 
 HALF_TYPES = [torch.float16, torch.bfloat16]
 ALL_TYPES = [torch.float32, *HALF_TYPES, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -164,3 +164,20 @@ def test_any_shape_equals_the_reference(check_close, num_tokens, num_heads, half
     deltas = data.draw(st.lists(st.integers(-4000, 4000), min_size=num_tokens, max_size=num_tokens))
     src, dst = slots(32, num_tokens, seed=num_tokens)
     run_both(k, v, src, dst, *angles(half, deltas), check_close, is_neox=is_neox)
+
+
+@examples(12)
+@given(num_tokens=st.integers(0, 40), half=st.integers(1, 70), seed=st.integers(0, 99))
+def test_angles_have_the_bits_of_the_reference(num_tokens, half, seed):
+    """Also where a position does not change: then the rotation is none, to the bit."""
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randn((50, 2 * half), generator=generator)
+    old, new = (torch.randint(0, 50, (num_tokens,), generator=generator) for _ in range(2))
+    old[::3] = new[::3]
+    for got, want in zip(
+        cached_cos_sin(table, old, new), reference.cached_cos_sin(table, old, new), strict=True
+    ):
+        assert torch.equal(got, want)
+    cos, sin = cached_cos_sin(table, old, new)
+    assert (cos[::3] == 1).all()
+    assert (sin[::3] == 0).all()

@@ -17,5 +17,5 @@ def register():
     if not triton.knobs.runtime.interpret:
         raise RuntimeError("blockreuse_rehearsal: set TRITON_INTERPRET=1 before triton is imported")
     backend.base_of = lambda kernels, machine: "triton"
-    cpu_rotate_copy.covers = lambda pool: False
+    cpu_rotate_copy.covers = cpu_rotate_copy.covers_table = lambda tensor: False
     dispatch.refusal_of_triton = lambda operands: None

@@ -134,6 +134,8 @@ def category_table(measured: Sequence[Record], baseline: dict[str, float]) -> st
         if policy == "full" or homes == "alone":
             continue
         mine = of_arm(measured, homes, policy, budget, forced="oracle")
+        if not is_whole(measured, homes, mine):
+            continue
         cells = [share_text([r for r in mine if r["category"] == c], baseline) for c in categories]
         lines.append(f"| {homes} | {policy} | {100 * budget:g} % | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -177,8 +179,11 @@ def plot(records: Sequence[Record], path: Path) -> None:
 
 
 def is_whole(measured: Sequence[Record], homes: str, mine: Sequence[Record]) -> bool:
-    """Whether an arm was measured on all contexts of its homes; otherwise it stands beside others of other contexts."""
-    return len(mine) == len(of_arm(measured, homes, "none", 0.0, forced="oracle"))
+    """Whether an arm was measured on the contexts that the others of its homes were, so that it may stand beside them.
+
+    A run that was stopped lacks some arms of its last context.
+    """
+    return len(mine) >= len(of_arm(measured, homes, "none", 0.0, forced="oracle")) - 1
 
 
 def share(records: Sequence[Record], baseline: dict[str, float]) -> Estimate:

@@ -37,6 +37,7 @@ __all__ = [
     "extended_server",
     "language_model",
     "lease",
+    "no_company",
     "shared_nursery",
     "spawned_server",
     "stock_server",
@@ -54,6 +55,13 @@ def with_test_plugin() -> dict[str, str]:
     """Environment of a server that loads `tests/plugin` besides what this process sees."""
     paths = [str(PLUGIN), os.environ.get("PYTHONPATH")]
     return {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+
+
+def no_company(folder: Path) -> tuple[str, ...]:
+    """Flags of a server whose homes stand right behind the leading text, as those of leases do; writes to `folder`."""
+    config = folder / "no-company.json"
+    config.write_text(json.dumps({"blocks": {"company": 0}}))
+    return "--blockreuse-config", str(config)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from prompts import Library, random_ids, usage
+from servers import no_company
 from tiny_models import talking_model
 
 from sglang_blockreuse.blocks.compile import HOME_ID_PREFIX
@@ -21,9 +22,9 @@ DOC_LEN = 300
 @pytest.fixture(scope="module")
 def server(nursery, tmp_path_factory):
     flags = ("--dtype", "float32", "--max-total-tokens", "8000", "--max-running-requests", "2")
-    flags += ("--chunked-prefill-size", "32")
-    log = tmp_path_factory.mktemp("aborts") / "server.log"
-    with nursery.server(talking_model(), *flags, log=log) as running:
+    folder = tmp_path_factory.mktemp("aborts")
+    flags += ("--chunked-prefill-size", "32", *no_company(folder))
+    with nursery.server(talking_model(), *flags, log=folder / "server.log") as running:
         yield running
 
 

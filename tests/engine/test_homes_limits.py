@@ -24,7 +24,7 @@ GREEDY = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
 def server(nursery, tmp_path_factory):
     folder = tmp_path_factory.mktemp("limits")
     config = folder / "config.json"
-    config.write_text(json.dumps({"blocks": {"compile_prefix_text": "river " * NEUTRAL}}))
+    config.write_text(json.dumps({"blocks": {"compile_prefix_text": "river " * NEUTRAL, "company": 0}}))
     flags = ("--dtype", "float32", "--context-length", str(CONTEXT), "--max-total-tokens", str(POOL))
     flags += ("--max-running-requests", "4", "--blockreuse-config", str(config), "--allow-auto-truncate")
     flags += ("--enable-streaming-session", "--enable-return-hidden-states")

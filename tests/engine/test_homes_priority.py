@@ -8,6 +8,7 @@ import time
 
 import pytest
 from prompts import Library, random_ids, usage
+from servers import no_company
 from tiny_models import talking_model
 
 pytestmark = pytest.mark.engine
@@ -61,9 +62,9 @@ class TestPriorities:
 
     @pytest.fixture(scope="class")
     def server(self, nursery, tmp_path_factory):
-        log = tmp_path_factory.mktemp("priority") / "server.log"
-        flags = (*FLAGS, "--enable-priority-scheduling", "--max-queued-requests", "9")
-        with nursery.server(talking_model(), *flags, log=log) as running:
+        folder = tmp_path_factory.mktemp("priority")
+        flags = (*FLAGS, "--enable-priority-scheduling", "--max-queued-requests", "9", *no_company(folder))
+        with nursery.server(talking_model(), *flags, log=folder / "server.log") as running:
             yield running
 
     @pytest.fixture(autouse=True)
@@ -107,10 +108,9 @@ class TestPriorities:
 def test_homes_run_no_later_than_who_waits_for_them(nursery, tmp_path, policy):
     """The request is the one that the policy likes best, its homes would be the last: their answer is one token,
     under `lof`; nobody who runs has their key, under `routing-key`."""
+    flags = (*FLAGS, "--schedule-policy", policy, *no_company(tmp_path))
     with (
-        nursery.server(
-            talking_model(), *FLAGS, "--schedule-policy", policy, log=tmp_path / "server.log"
-        ) as server,
+        nursery.server(talking_model(), *flags, log=tmp_path / "server.log") as server,
         concurrent.futures.ThreadPoolExecutor(12) as clients,
     ):
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 from prompts import Library, ask, usage
-from servers import extended_server
+from servers import extended_server, no_company
 from tiny_models import SUPPORTED, VOCAB
 
 from sglang_blockreuse.server_process import HOST, free_port
@@ -73,9 +73,7 @@ def world(request, tmp_path_factory):
     config = {"publisher": "zmq", "endpoint": f"tcp://*:{port}", "topic": "kv"}
     if request.param != "default":
         config["format"] = request.param
-    (folder / "config.json").write_text(json.dumps({"blocks": {"company": 0}}))
-    flags = (*FLAGS, "--kv-events-config", json.dumps(config))
-    flags += ("--blockreuse-config", str(folder / "config.json"))
+    flags = (*FLAGS, "--kv-events-config", json.dumps(config), *no_company(folder))
     with extended_server(model, *flags, log=folder / "server.log") as server:
         router = Router(f"tcp://{HOST}:{port}")
         time.sleep(1)  # a subscription takes its time, and nobody repeats events

@@ -41,9 +41,8 @@ def check_base(server_args: Any) -> None:
 
     config = config_of(server_args)
     base = base_of(config.kernels, Machine.of(resolved_view(server_args).device))
-    if base != "cpu":
-        model_config = model_config_of(server_args)
-        require_served(config, bind_layer_plan(config, model_config), base, Model.of(model_config))
+    model_config = model_config_of(server_args)
+    require_served(config, bind_layer_plan(config, model_config), base, Model.of(model_config))
 
 
 def bind_layer_plan(config: Config, model_config: Any) -> BoundPlan | None:

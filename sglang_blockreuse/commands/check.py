@@ -34,10 +34,15 @@ class Finding:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--blockreuse-config", metavar="PATH", help="check this file too")
+    parser.add_argument("--layer-plan", metavar="NAME|PATH", help="check this plan too")
+    parser.add_argument(
+        "--model-path", metavar="MODEL", help="say whether a server of this model would start here"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    findings = list(find_all(arguments.blockreuse_config))
+    server = Server(arguments.model_path, arguments.blockreuse_config, arguments.layer_plan)
+    findings = list(find_all(server))
     if arguments.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
@@ -45,14 +50,34 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if any(finding.state == "FAIL" for finding in findings) else 0
 
 
-def find_all(config_path: str | None = None) -> Iterator[Finding]:
+@dataclass(frozen=True)
+class Server:
+    """What a server would be started with."""
+
+    model_path: str | None = None
+    config_path: str | None = None
+    layer_plan: str | None = None
+
+    @property
+    def words(self) -> list[str]:
+        """Of its command line."""
+        given = {
+            "--model-path": self.model_path,
+            "--blockreuse-config": self.config_path,
+            "--layer-plan": self.layer_plan,
+        }
+        return [word for flag, value in given.items() if value is not None for word in (flag, value)]
+
+
+def find_all(server: Server = Server()) -> Iterator[Finding]:
     yield from find_versions()
     yield from find_plugin()
     yield from find_machine()
     yield from find_contract()
     yield from find_features()
-    yield from find_config(config_path)
+    yield from find_config(server.config_path)
     yield from find_layer_plans()
+    yield from find_attention(server)
 
 
 def find_versions() -> Iterator[Finding]:
@@ -152,6 +177,34 @@ def find_layer_plans() -> Iterator[Finding]:
             yield Finding("layer plan", name, "ok", f"fingerprint {load_plan(name).fingerprint[:12]}")
         except PlanError as error:
             yield Finding("layer plan", name, "FAIL", str(error))
+
+
+def find_attention(server: Server) -> Iterator[Finding]:
+    """Which attention a server gets here, and with a model what of its settings that refuses.
+
+    The refusals are the server's own: its settings are resolved as at its start, which ends before weights are loaded.
+    """
+    from ..config import ConfigError, load_config
+    from ..layers.bases import Machine, base_of
+    from ..layers.plan import PlanError
+    from ..platform import why_inactive
+    from .serve import sglang_words
+
+    device = "cpu" if why_inactive() is None else "cuda"
+    try:
+        base = base_of(load_config(server.config_path).kernels, Machine.of(device))
+        yield Finding("attention", device, "ok", f"built on {base}")
+        if server.model_path is None:
+            yield Finding("attention", "model", "note", "not checked: give --model-path")
+            return
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.server_args import prepare_server_args
+
+        load_plugins()
+        prepare_server_args(sglang_words(server.words)).resolve_once()
+        yield Finding("attention", server.model_path, "ok", "served with this configuration")
+    except (ConfigError, PlanError) as error:
+        yield Finding("attention", server.model_path or device, "FAIL", str(error))
 
 
 def print_table(findings: list[Finding]) -> None:

@@ -45,10 +45,9 @@ def check_base(server_args: Any) -> None:
     config = config_of(server_args)
     view = resolved_view(server_args)
     base = base_of(config.kernels, Machine.of(view.device))
-    if base != "cpu":
-        model_config = model_config_of(server_args)
-        model = Model.of(model_config, num_ranks=view.tp_size)
-        require_served(config, bind_layer_plan(config, model_config), base, model)
+    model_config = model_config_of(server_args)
+    model = Model.of(model_config, num_ranks=view.tp_size)
+    require_served(config, bind_layer_plan(config, model_config), base, model)
 
 
 def bind_layer_plan(config: Config, model_config: Any) -> BoundPlan | None:

@@ -9,7 +9,9 @@ import pytest
 
 from sglang_blockreuse import cli
 from sglang_blockreuse.commands import check, serve
+from sglang_blockreuse.layers.bases import Machine
 
+TOO_MANY_LAYERS = "version: 1\nname: long\nlayers:\n  - {layers: 0-98, role: dense}\n"
 BOTH = ["--radix-cache-backend", "blockreuse", "--attention-backend", "blockreuse"]
 
 
@@ -151,6 +153,41 @@ class TestCheck:
         [finding] = check.find_config(str(file))
         assert finding.state == "FAIL"
         assert str(file) in finding.detail
+
+    def test_it_names_the_attention_of_this_machine(self):
+        found = {finding.name: finding for finding in check.find_attention(check.Server())}
+        assert (found["cpu"].state, found["cpu"].detail) == ("ok", "built on cpu")
+        assert found["model"].state == "note"
+
+    def test_a_model_that_is_served_here_passes(self, model_path):
+        *_, last = check.find_attention(check.Server(str(model_path), layer_plan="full"))
+        assert (last.name, last.state) == (str(model_path), "ok")
+
+    @pytest.mark.parametrize(
+        ("device", "config", "words"),
+        [
+            ("cpu", "kernels: triton", "kernels is 'triton', but on the CPU it must be auto or reference"),
+            ("cpu", "layers: {plan: %s}", "the model has 30 layers"),
+            ("cuda", "kernels: reference", "kernels is 'reference', but on CUDA it must be"),
+            ("cuda", "layers: {timing: true}", "layers.timing"),
+        ],
+    )
+    def test_what_a_server_would_refuse_at_its_start_is_a_failure(
+        self, model_path, tmp_path, monkeypatch, device, config, words
+    ):
+        """On CUDA too: by the server's own refusals, before weights are loaded."""
+        plan, file = tmp_path / "plan.yaml", tmp_path / "blockreuse.yaml"
+        plan.write_text(TOO_MANY_LAYERS)
+        file.write_text(config % plan if "%s" in config else config)
+        machine = Machine(device)
+        monkeypatch.setattr(Machine, "of", classmethod(lambda cls, device: machine))
+        failed = [
+            finding
+            for finding in check.find_attention(check.Server(str(model_path), str(file)))
+            if finding.state == "FAIL"
+        ]
+        assert len(failed) == 1
+        assert words in failed[0].detail
 
 
 class TestModel:

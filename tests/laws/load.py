@@ -37,6 +37,7 @@ ENV = {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
 class Load:
     num_requests: int
     num_prompts: int
+    pool_tokens = POOL_TOKENS
 
     def test_mixed_requests(self, server):
         rng = random.Random(11)
@@ -65,7 +66,7 @@ class Load:
         assert num_retracted(server) > 0
         assert "Traceback" not in server.log_text()
         assert leaks(server) == []
-        assert state_of(server)["pool"]["free"] == POOL_TOKENS
+        assert state_of(server)["pool"]["free"] == self.pool_tokens
 
     def test_metrics_are_exported(self, server):
         """Runs after the load: the counters stand beside SGLang's own."""

@@ -101,6 +101,10 @@ class TestDefaults:
     def test_the_user_s_values_stay(self, resolve, flag, value):
         assert getattr(resolve(f"--{flag.replace('_', '-')}", str(value)), flag) == value
 
+    def test_host_memory_is_moved_without_kernels(self, resolve):
+        args = resolve("--enable-hierarchical-cache")
+        assert (args.hicache_io_backend, args.hicache_mem_layout) == ("direct", "layer_first")
+
     def test_threads_are_set_only_where_the_user_set_none(self, monkeypatch):
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
@@ -126,6 +130,11 @@ class TestRefusals:
             pytest.param(["--kv-cache-dtype", "fp8_e4m3"], "--kv-cache-dtype fp8_e4m3 needs", id="KV dtype"),
             pytest.param(
                 ["--speculative-algorithm", "NGRAM"], "--speculative-algorithm NGRAM", id="speculation"
+            ),
+            pytest.param(
+                ["--enable-hierarchical-cache", "--hicache-mem-layout", "page_first_direct"],
+                "--hicache-mem-layout page_first_direct needs",
+                id="layout of host memory",
             ),
             pytest.param(
                 ["--quantization", "fp8"], "quantization 'fp8' needs compiled kernels", id="quantization"

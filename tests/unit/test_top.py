@@ -48,6 +48,20 @@ def test_latencies_are_of_the_window_and_of_all_time():
     assert shown["TPOT mean"] == (None, None)
 
 
+def test_host_memory_is_shown_where_there_is_some():
+    plain = scraped(0.0, 0)
+    tiers = {frozenset({("tier", tier)}): num for tier, num in (("host", 30.0), ("device", 10.0))}
+    tiered = dataclasses.replace(
+        plain,
+        series={**plain.series, "sglang:blockreuse_tier_tokens_total": tiers},
+        pool={**plain.pool, "host_free": 6, "host_size": 8},
+    )
+    shown = {(line.group, line.name): (line.total, line.share) for line in lines(tiered)}
+    assert shown["host memory", "exact KV"] == (2, 0.25)
+    assert shown["homes by tier", "host"] == (30.0, 0.75)
+    assert not {line.group for line in lines(plain)} & {"host memory", "homes by tier"}
+
+
 @pytest.mark.parametrize(
     ("q", "expected"),
     [(0.25, 0.5), (0.5, 1.0), (0.75, 2 + 2 * (6 - 4) / 3), (0.99, 4.0)],

@@ -222,8 +222,8 @@ BLOCK_FAULTS = [
     _fault(
         "short stretches are hits",
         "windows",
-        "slots[position], min_hit - 1\n",
-        "slots[position], 0\n",
+        "if best < min_hit:",
+        "if best < min_hit - 1:",
         f"{AUTO} -k short_stretches",
     ),
     _fault(

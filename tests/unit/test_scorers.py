@@ -18,6 +18,7 @@ from sglang_blockreuse.kernels.reference_index import (
     label_map,
     measured_ranges,
 )
+from sglang_blockreuse.layers.index_keys import Int4Copy
 from sglang_blockreuse.layers.index_weights import IndexWeights, WeightsError, model_identity
 from sglang_blockreuse.layers.share_state import StaleShareState
 
@@ -159,6 +160,20 @@ class TestStaleCopies:
         world, decoder = self.rewritten(kind, tmp_path, announced=False, strict=True)
         with pytest.raises(StaleShareState, match=r"layer 1: slots .* were rewritten"):
             world.run_all(decoder)
+
+    @pytest.mark.parametrize(
+        "rewrite",
+        [lambda k: 2 * k, lambda k: torch.cat((k[..., :1], k[..., 1:-1].flip(-1), k[..., -1:]), -1)],
+        ids=["the range", "the codes"],
+    )
+    def test_an_unannounced_write_of_half_of_a_copy_is_detected(self, rewrite):
+        """Twice the key has its codes, in another range; the inner channels turned round have its range."""
+        copy, slots = Int4Copy(8, H, D), torch.arange(8)
+        k = torch.randn(8, H, D)
+        k[..., 0], k[..., -1] = -4, 4  # the ends of every range
+        copy.write(slots, k)
+        assert not copy.differs(slots, k).any()
+        assert copy.differs(slots, rewrite(k)).all()
 
     @KINDS
     def test_it_is_mended_within_a_period_and_counted(self, kind, tmp_path, monkeypatch):

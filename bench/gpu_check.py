@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import gpu_prefill
 import torch
 import triton
 from torch import Tensor
@@ -132,6 +133,8 @@ def run_checks(sizes: Sizes, device: str) -> Iterator[Check]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         batch = Batch(sizes, dtype, device)
         yield from check_rotate_copy(batch)
+        for got, want in gpu_prefill.loaded(dtype, device):
+            yield compare("rotate_copy", dtype, got, want)
         yield from check_attention(batch)
         yield from check_served_rows(batch)
         yield from check_selection(batch)

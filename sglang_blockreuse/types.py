@@ -28,6 +28,8 @@ class Interval:
         return max(0, self.end - self.start)
 
     def clip(self, low: int, high: int) -> Interval:
+        if low <= self.start and self.end <= high:
+            return self
         return Interval(max(self.start, low), min(self.end, high))
 
 

@@ -174,12 +174,14 @@ def _top(
 
     Positions are taken in pieces that are as long as MAX_SCORED_RUNS demands. Ties go to the lower position.
     """
-    open_P = np.flatnonzero(_inside(layout.segments, len(scores_N)) & ~_inside(taken, len(scores_N)))
+    open_N = _inside(layout.segments, len(scores_N)) & ~_inside(taken, len(scores_N))
+    open_P = np.flatnonzero(open_N)
     if num <= 0 or not len(open_P):
         return merge(taken)
     # a piece ends with its segment: count positions from the first open one of each segment
-    segment_P = np.searchsorted([s.start for s in layout.segments], open_P, side="right")
-    first_P = np.searchsorted(segment_P, segment_P)
+    num_before = np.concatenate([[0], np.cumsum(open_N)])
+    edges = num_before[np.array([(s.start, s.end) for s in layout.segments])]
+    first_P = np.repeat(edges[:, 0], edges[:, 1] - edges[:, 0])
     piece_len = max(1, -(-num // MAX_SCORED_RUNS))
     heads = np.flatnonzero((np.arange(len(open_P)) - first_P) % piece_len == 0)
     sizes = np.diff(heads, append=len(open_P))

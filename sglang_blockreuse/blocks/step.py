@@ -188,6 +188,7 @@ class PrefillSteps:
         num_path = sum(
             len(piece)
             for part in loaded
+            if any(segment.is_path for segment in plan_to_run(part).segments)
             for index, piece in plan_to_run(part).copies_within(part.low, part.high)
             if plan_to_run(part).segments[index].is_path
         )

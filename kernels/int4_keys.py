@@ -34,7 +34,7 @@ def refresh_int4(
     stood there is counted in `stale_1` (int64). Nothing is read of rows whose copies are all there but their flags.
     """
     _, num_heads, head_dim = k_SHD.shape
-    num_rows, block_m = len(rows.requests_R), 32
+    num_rows, block_m = len(rows.requests_R), 32 if head_dim <= 128 else 16
     num_splits = num_splits_for(num_rows, max_len, MIN_SPLIT_LEN, k_SHD.device)
     _refresh_int4_kernel[(num_rows, num_splits)](
         k_SHD,

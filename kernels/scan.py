@@ -29,6 +29,8 @@ from .triton_common import (
 )
 
 MIN_SPLIT_LEN = 256  # keys
+# of a thread that scores; without it ptxas saves registers for blocks that never come, and spills
+SCORE_REGISTERS = 224
 
 
 def pooled_scores(
@@ -141,6 +143,7 @@ def pooled_scores(
         NUM_LSE=num_splits,
         num_warps=4,
         num_stages=2,
+        maxnreg=SCORE_REGISTERS,
     )
     return scores
 

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .triton_common import MAX_REGISTERS
+
 MIN_CHUNK_LEN = 8192  # positions; a shorter chunk does not repay its candidates
 
 
@@ -197,6 +199,7 @@ def _select(
         NUM_SUMMED=num_scores // num_lists,
         BLOCK=block,
         num_warps=4,
+        maxnreg=MAX_REGISTERS,
     )
 
 

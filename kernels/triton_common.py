@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2E: float = 1.4426950408889634
+# of a thread of four warps; without it ptxas saves registers for blocks that never come, and spills
+MAX_REGISTERS = 128
 
 TRITON_DTYPES = {
     torch.float32: tl.float32,

@@ -21,7 +21,7 @@ from nursery import Nursery
 
 from sglang_blockreuse.server_process import Server
 
-MAX_ALIVE = 4
+MAX_ALIVE = 2  # of each worker; a start takes seconds, a server a gigabyte
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,13 @@ import contextlib
 import ctypes
 import functools
 import gc
+import itertools
 import json
 import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -31,7 +33,7 @@ from typing import Any
 import psutil
 import requests
 
-from sglang_blockreuse.server_process import HOST, POLL_S, PR_SET_PDEATHSIG, Server, ServerFailed, free_port
+from sglang_blockreuse.server_process import HOST, POLL_S, PR_SET_PDEATHSIG, Server, ServerFailed
 
 START_TIMEOUT_S = 300.0
 # OpenMP reads its environment as it is loaded, so what the server sets for itself comes too late in a fork: its
@@ -39,6 +41,10 @@ START_TIMEOUT_S = 300.0
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 LOG_TAIL = 6000  # characters of a failed server's log
 STARTS: Counter[str] = Counter()  # servers that this test run has started, by how
+# Two processes that ask the kernel for a free port at the same time may be given the same one, and two of SGLang's
+# servers share a port without a word: so each worker has ports of its own, below those that the kernel hands out.
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw9").removeprefix("gw"))
+_PORTS = itertools.cycle(range(20_000 + 1_000 * _WORKER, 21_000 + 1_000 * _WORKER, 20))
 
 
 class Nursery:
@@ -84,7 +90,7 @@ class Nursery:
         self, kind: str, model_path: Path, flags: Sequence[str], log: Path, env: Mapping[str, str] | None
     ) -> Iterator[Server]:
         STARTS["forked"] += 1
-        port = free_port()
+        port = _free_port()
         arguments = ["--model-path", str(model_path), *flags, "--host", HOST, "--port", str(port)]
         pid = self._ask(start=arguments, kind=kind, log=str(log), env=dict(env or {}))
         server = Server(url=f"http://{HOST}:{port}", log=log, pid=pid)
@@ -114,6 +120,16 @@ class Nursery:
         assert self._process.stdout is not None
         print(json.dumps(message), file=self._process.stdin, flush=True)
         return json.loads(self._process.stdout.readline())
+
+
+def _free_port() -> int:
+    """The next of this worker's ports that nobody has; SGLang binds others near it."""
+    for port in _PORTS:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what waits to be closed is free
+            probe.bind((HOST, port))
+            return port
+    raise AssertionError("a cycle has no end")
 
 
 def main() -> None:

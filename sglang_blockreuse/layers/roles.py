@@ -187,7 +187,9 @@ class Roles:
         if source != layer.layer:
             k_SHD = self._k_pools[source]
         shares = self._scores.score(source, q, k_SHD, rows, pool, pooled_R, rerank=rerank)
-        step.clock.lap("rerank" if rerank else "scan")
+        # whether rows resume a pool is data, which nobody but a running clock asks for
+        resumes = step.clock.runs and bool(pooled_R.all())
+        step.clock.lap("rerank" if rerank or resumes else "scan")
         return _Scored(pool, pooled_R, *shares)
 
     def _keep(self, step: Selecting, rows: Rows, scored: _Scored, out: Table, *, part: str = "top_k") -> None:

@@ -22,6 +22,8 @@ PARTS = ("scan", "rerank", "copy", "compaction", "top_k", "attention", "dense", 
 class StepClock:
     """Off: every call returns at once."""
 
+    runs = False
+
     def begin(self, metrics: Metrics) -> None:
         """A new step; what was gathered is counted."""
 
@@ -39,6 +41,8 @@ OFF = StepClock()
 
 
 class RunningClock(StepClock):
+    runs = True
+
     def __init__(self) -> None:
         self._seconds: dict[tuple[str, str], float] = defaultdict(float)
         self._role, self._mark, self._inside = "", 0.0, False

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import requests
 from laws.host_memory import DOC_LEN, FLAGS, SYSTEM_LEN, generate
-from servers import COMMON
+from servers import COMMON, no_company
 
 BEFORE, AFTER = (0, 1, 2, 3), (3, 1, 0, 2)  # the same documents, of which all but the first are moved
 NUM_HOMES = 3  # the first document of AFTER is an exact prefix, which the host fetches for the prompt itself
@@ -17,7 +17,9 @@ NUM_HOMES = 3  # the first document of AFTER is an exact prefix, which the host 
 def flags_of(store: Path) -> tuple[str, ...]:
     settings = {"file_storage_path": str(store)}
     storage = ("--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete")
-    return (*COMMON, *FLAGS, *storage, "--hicache-storage-backend-extra-config", json.dumps(settings))
+    # companions are chosen anew by a server that starts
+    flags = (*COMMON, *FLAGS, *no_company(store.parent), *storage)
+    return (*flags, "--hicache-storage-backend-extra-config", json.dumps(settings))
 
 
 def fill(server, store: Path, *, wait_s: float = 60.0) -> int:

@@ -18,7 +18,7 @@ from looks import state_of
 from marked import wait_until_idle
 from nursery import Nursery
 from prompts import ask, random_ids, usage
-from servers import lease, with_test_plugin
+from servers import lease, no_company, with_test_plugin
 from tiny_models import TALKING, talking_model
 
 from sglang_blockreuse.server_process import free_port
@@ -148,7 +148,7 @@ def test_two_ranks_find_the_same_homes_in_host_memory_and_answer_as_one(wanted, 
         "--tp-size",
         "2",
     )
-    flags += (*host_memory.FLAGS, "--hicache-write-policy", write_policy)
+    flags += (*host_memory.FLAGS, "--hicache-write-policy", write_policy, *no_company(tmp_path))
     with (
         Nursery(env) as nursery,
         nursery.server(talking_model(), *flags, log=tmp_path / "two.log", env=env) as server,

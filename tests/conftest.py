@@ -1,7 +1,7 @@
 """Fixtures that every test file may use, the tiers of the suite, and what a run says at its end.
 
 The default tier is everything outside tests/nightly. `pytest -m nightly` runs the rest, and so does naming its files.
-With two workers, tests of one file stay together, and those of files that share servers: see workers.py.
+With several workers, tests of one file stay together, and those of files that share servers: see workers.py.
 """
 
 from __future__ import annotations
